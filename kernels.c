@@ -1,0 +1,560 @@
+/* The operations of a decoder layer on a CPU: linear layers over packed weights and attention over the KV cache.
+ *
+ * One rule makes speculative decoding exact here: *a row's result never depends on the other rows of the pass*. Every
+ * output element is one accumulator that runs over k (or over the cache slots) in ascending order with fused
+ * multiply-adds, whatever the number of rows, the tile it falls into or the thread that computes it. So a pass over one
+ * token and a pass over seven give the same bits for the same position, and no shape has to be avoided.
+ *
+ * The cost of a pass is one read of the weights: a tile keeps up to TILE_ROWS rows in registers while they stream by.
+ * Formats (native.py packs them): float layers in strips of 32 channels, [n/32][k][32]; in bf16 a 32-bit lane holds
+ * channel j in its low and channel j + 16 in its high half. Integer layers in strips of 16 channels: [n/16][k/4][16][4]
+ * bytes for int8, [n/16][k/8][16][4] for int4, whose low nibbles are k..k+3 and high nibbles k+4..k+7. Each group of k
+ * has a bf16 scale and minimum per channel, w = scale * q + minimum. Activations are fp32; integer layers quantise them
+ * to int8 per row and group.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define PAUSE() _mm_pause()
+#else
+#define PAUSE() ((void)0)
+#endif
+
+typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
+
+#if defined(__AVX512F__)
+enum { TILE_ROWS = 8, INT_ROWS = 6, STRIPS = 4 };   /* 32 registers of 16 floats */
+#else
+enum { TILE_ROWS = 3, INT_ROWS = 2, STRIPS = 1 };    /* a vector takes two to four registers */
+#endif
+enum { BF16, FP32, INT8, INT4 };                     /* Linear.kind */
+enum { PLAIN, RMS_NORM, SWIGLU };                    /* what happens to the input on its way into a linear layer */
+enum { K_BLOCK = 2048, QUERY_TILE = 48, SLOTS = 16, MAX_THREADS = 64, SPIN = 20000,
+       PREFETCH = 64 /* cache lines: the hardware's own prefetch stops at each page */ };
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 64")
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+/* ---- threads: workers spin briefly between operations (a pass is a chain of short ones), then sleep ---- */
+
+typedef void (*Task)(const void *job, int unit, int worker);
+static struct {
+    pthread_mutex_t caller, sleep;
+    pthread_cond_t wake;
+    _Atomic int epoch, next, running, sleepers;
+    int started, threads, count, first_epoch[MAX_THREADS];
+    Task task;
+    const void *job;
+} pool = {.caller = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER,
+          .started = 1, .threads = 1};
+
+static void take_units(int worker) {
+    for (int unit; (unit = atomic_fetch_add(&pool.next, 1)) < pool.count;) pool.task(pool.job, unit, worker);
+}
+
+static void *worker_loop(void *argument) {
+    int worker = (int)(intptr_t)argument;
+    for (int seen = pool.first_epoch[worker];; seen++) {
+        for (int spin = 0; spin < SPIN && atomic_load(&pool.epoch) == seen; spin++) PAUSE();
+        if (atomic_load(&pool.epoch) == seen) {
+            pthread_mutex_lock(&pool.sleep);
+            atomic_fetch_add(&pool.sleepers, 1);
+            while (atomic_load(&pool.epoch) == seen) pthread_cond_wait(&pool.wake, &pool.sleep);
+            atomic_fetch_sub(&pool.sleepers, 1);
+            pthread_mutex_unlock(&pool.sleep);
+        }
+        if (worker < pool.threads) take_units(worker);
+        atomic_fetch_sub(&pool.running, 1);
+    }
+    return NULL;
+}
+
+static void parallel(Task task, const void *job, int count) {
+    if (count == 1 || pool.threads == 1) {
+        for (int unit = 0; unit < count; unit++) task(job, unit, 0);
+        return;
+    }
+    pool.task = task, pool.job = job, pool.count = count;
+    atomic_store(&pool.next, 0);
+    atomic_store(&pool.running, pool.started - 1);
+    atomic_fetch_add(&pool.epoch, 1);
+    if (atomic_load(&pool.sleepers)) {
+        pthread_mutex_lock(&pool.sleep);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.sleep);
+    }
+    take_units(0);
+    for (int spin = 0; atomic_load(&pool.running); spin++) {
+        if (spin < SPIN) PAUSE(); else sched_yield();
+    }
+}
+
+/* Set the number of threads of all later operations; returns 0, or -1 when the system refuses. */
+int set_threads(int threads) {
+    pthread_mutex_lock(&pool.caller);
+    int failed = threads < 1 || threads > MAX_THREADS;
+    while (!failed && pool.started < threads) {
+        pthread_t thread;
+        pool.first_epoch[pool.started] = atomic_load(&pool.epoch);
+        failed = pthread_create(&thread, NULL, worker_loop, (void *)(intptr_t)pool.started);
+        if (!failed) pthread_detach(thread), pool.started++;
+    }
+    if (!failed) pool.threads = threads;
+    pthread_mutex_unlock(&pool.caller);
+    return failed ? -1 : 0;
+}
+
+/* Working memory that only grows and belongs to the holder of pool.caller; NULL when there is none left. */
+static void *workspace(size_t bytes) {
+    static void *memory;
+    static size_t size;
+    if (size < bytes) {
+        free(memory);
+        memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        size = memory ? bytes : 0;
+    }
+    return memory;
+}
+
+/* ---- small numeric pieces ---- */
+
+INLINE f32x16 splat(float x) { return x - (f32x16){0}; }
+INLINE f32x16 load_bf16(const uint16_t *p) {
+    return (f32x16)(__builtin_convertvector(*(const u16x16 *)p, u32x16) << 16);
+}
+INLINE f32x16 load_kv(int kind, const void *base, int64_t i) {
+    return kind == BF16 ? load_bf16((const uint16_t *)base + i) : *(const f32x16 *)((const float *)base + i);
+}
+INLINE uint16_t to_bf16(float x) {   /* round to nearest even; a NaN stays one */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+INLINE float sum16(f32x16 v) {
+    float total = 0;
+    for (int i = 0; i < 16; i++) total += v[i];
+    return total;
+}
+/* e^x by 2^n * polynomial (Cephes), within 2 units in the last place; 0 below -87, so hidden slots vanish exactly. */
+INLINE f32x16 exp16(f32x16 x) {
+    i32x16 zero = x < splat(-87.0f);
+    f32x16 clipped = (f32x16)(((i32x16)x & ~zero));
+    f32x16 shifted = clipped * 1.44269504f + 12582912.0f;     /* 1.5 * 2^23 rounds to an integer */
+    i32x16 n = (i32x16)shifted - (i32x16)splat(12582912.0f);
+    f32x16 whole = shifted - 12582912.0f, r = clipped - whole * 0.693359375f + whole * 2.12194440e-4f;
+    f32x16 poly = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r
+                   + 1.6666665459e-1f) * r + 5.0000001201e-1f;
+    f32x16 value = poly * r * r + r + 1.0f;
+    return (f32x16)(((i32x16)value + (n << 23)) & ~zero);
+}
+INLINE float rms_scale(const float *x, int n, float eps) {
+    f32x16 squares = {0};
+    for (int i = 0; i + 16 <= n; i += 16) { f32x16 v = *(const f32x16 *)(x + i); squares += v * v; }
+    float total = sum16(squares);
+    for (int i = n / 16 * 16; i < n; i++) total += x[i] * x[i];
+    return 1.0f / sqrtf(total / n + eps);
+}
+
+/* ---- linear layers ---- */
+
+typedef struct {
+    int32_t kind, n, k, group;
+    const void *weights;
+    const uint16_t *scales, *minimums;   /* integer layers: [n/16][k/group][16] */
+    const float *bias;                   /* (n,) or NULL */
+} Linear;
+
+typedef struct {
+    const Linear *layer;
+    const float *x, *norm, *residual;    /* x: (rows, k), or (rows, 2k) before SWIGLU; residual: (rows, n) or NULL */
+    float *out;                          /* (rows, n) */
+    int rows, tile, prologue;
+    float eps;
+    float *packed;                       /* float layers: per row tile [k][rows of the tile] */
+    int8_t *quantised;                   /* integer layers: (rows, k), with a scale and a scaled sum per group */
+    float *x_scales, *x_sums;            /* (rows, k/group) */
+} LinearJob;
+
+/* Input elements begin..end of one row after the prologue, into `to` with the given stride. */
+INLINE void load_input(const LinearJob *job, int row, int begin, int end, float *to, int stride) {
+    int k = job->layer->k;
+    const float *x = job->x + (int64_t)row * (job->prologue == SWIGLU ? 2 * k : k);
+    float scale = job->prologue == RMS_NORM ? rms_scale(x, k, job->eps) : 1.0f;
+    for (int i = begin; i < end; i += 16) {
+        int lanes = MIN(16, end - i);
+        f32x16 v = {0}, up = {0};
+        memcpy(&v, x + i, lanes * 4);
+        if (job->prologue == RMS_NORM) { memcpy(&up, job->norm + i, lanes * 4); v = v * scale * up; }
+        if (job->prologue == SWIGLU) { memcpy(&up, x + k + i, lanes * 4); v = v / (1.0f + exp16(-v)) * up; }
+        for (int lane = 0; lane < lanes; lane++) to[(int64_t)(i - begin + lane) * stride] = v[lane];
+    }
+}
+
+static void pack_rows(const void *argument, int unit, int worker) {   /* unit: a row tile x a block of k */
+    const LinearJob *job = argument;
+    int k = job->layer->k, blocks = (k + K_BLOCK - 1) / K_BLOCK, first = unit / blocks * job->tile;
+    int rows = MIN(job->tile, job->rows - first), begin = unit % blocks * K_BLOCK, end = MIN(k, begin + K_BLOCK);
+    for (int row = 0; row < rows; row++)
+        load_input(job, first + row, begin, end, job->packed + (int64_t)first * k + (int64_t)begin * rows + row, rows);
+}
+
+INLINE void store_tile(const LinearJob *job, int row, int channel, f32x16 value) {
+    int n = job->layer->n, lanes = MIN(16, n - channel);
+    int64_t at = (int64_t)row * n + channel;
+    for (int pass = 0; pass < 2; pass++) {
+        const float *term = pass ? job->residual : job->layer->bias;
+        f32x16 loaded = {0};
+        if (!term || lanes <= 0) continue;
+        memcpy(&loaded, pass ? term + at : term + channel, lanes * 4);
+        value += loaded;
+    }
+    if (lanes == 16) *(f32x16 *)(job->out + at) = value;
+    else if (lanes > 0) memcpy(job->out + at, &value, lanes * 4);
+}
+
+/* R rows times S strips of 32 channels: R * 2S sums, 2S weights and R inputs stay within 26 registers, as beyond about 28 the
+ * compiler spills sums and the rate halves. */
+INLINE void float_tile(const LinearJob *job, int kind, const int R, const int S, int first, int strip) {
+    int k = job->layer->k;
+    const float *x = job->packed + (int64_t)first * k;
+    f32x16 sum[R][2 * S];
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++) sum[r][c] = (f32x16){0};
+    for (int i = 0; i < k; i++, x += R) {
+        f32x16 w[2 * S];
+        UNROLL for (int s = 0; s < S; s++) {
+            int64_t at = ((int64_t)(strip + s) * k + i) * 32;
+            if (kind == BF16) {
+                u32x16 pair = *(const u32x16 *)((const uint16_t *)job->layer->weights + at);
+                __builtin_prefetch((const uint16_t *)job->layer->weights + at + PREFETCH * 32);
+                w[2 * s] = (f32x16)(pair << 16), w[2 * s + 1] = (f32x16)(pair & 0xffff0000u);
+            } else {
+                const float *p = (const float *)job->layer->weights + at;
+                __builtin_prefetch(p + PREFETCH * 16), __builtin_prefetch(p + PREFETCH * 16 + 16);
+                w[2 * s] = *(const f32x16 *)p, w[2 * s + 1] = *(const f32x16 *)(p + 16);
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++) sum[r][c] += x[r] * w[c];
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++)
+        store_tile(job, first + r, strip * 32 + c * 16, sum[r][c]);
+}
+
+INLINE void float_rows(const LinearJob *job, int kind, const int R, int first, int begin, int end) {
+    const int S = STRIPS == 1 ? 1 : R <= 2 ? 4 : R <= 4 ? 2 : 1;
+    int strip = begin;
+    for (; strip + S <= end; strip += S) float_tile(job, kind, R, S, first, strip);
+    for (; strip < end; strip++) float_tile(job, kind, R, 1, first, strip);
+}
+
+INLINE void float_unit(const LinearJob *job, int kind, int begin, int end) {
+    for (int first = 0; first < job->rows; first += job->tile)
+        switch (MIN(job->tile, job->rows - first)) {
+#define CASE(R) case R: if (R <= TILE_ROWS) float_rows(job, kind, R, first, begin, end); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#undef CASE
+        }
+}
+
+static void float_strips(const void *argument, int unit, int worker) {   /* unit: 4 strips, for all rows */
+    const LinearJob *job = argument;
+    int strips = (job->layer->n + 31) / 32, begin = unit * 4, end = MIN(strips, begin + 4);
+    if (job->rows <= TILE_ROWS) {   /* weights are read once: all strips in one go */
+        if (job->layer->kind == BF16) float_unit(job, BF16, begin, end); else float_unit(job, FP32, begin, end);
+    } else for (int strip = begin; strip < end; strip++) {   /* a strip stays in the cache while the rows pass by */
+        if (job->layer->kind == BF16) float_unit(job, BF16, strip, strip + 1); else float_unit(job, FP32, strip, strip + 1);
+    }
+}
+
+static void quantise_row(const void *argument, int row, int worker) {
+    const LinearJob *job = argument;
+    int k = job->layer->k, group = job->layer->group, groups = k / group;
+    float values[K_BLOCK];
+    for (int begin = 0; begin < k; begin += K_BLOCK / group * group) {
+        int end = MIN(k, begin + K_BLOCK / group * group);
+        load_input(job, row, begin, end, values, 1);
+        for (int g = begin / group; g < end / group; g++) {
+            const float *v = values + g * group - begin;
+            int8_t *q = job->quantised + (int64_t)row * k + g * group;
+            float peak = 0;
+            int sum = 0;
+            for (int i = 0; i < group; i++) peak = MAX(peak, fabsf(v[i]));
+            float inverse = peak > 0 ? 127.0f / peak : 0.0f;
+            for (int i = 0; i < group; i++) { q[i] = (int8_t)lrintf(v[i] * inverse); sum += q[i]; }
+            job->x_scales[(int64_t)row * groups + g] = peak / 127.0f;
+            job->x_sums[(int64_t)row * groups + g] = sum * (peak / 127.0f);
+        }
+    }
+}
+
+/* sum[lane] += the four unsigned bytes of weights[lane] times the four signed bytes of x. */
+INLINE i32x16 dot4(i32x16 sum, u32x16 weights, int32_t x) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
+#else
+    UNROLL for (int byte = 0; byte < 4; byte++)
+        sum += (i32x16)(weights >> 8 * byte & 0xffu) * (int32_t)(int8_t)(x >> 8 * byte);
+    return sum;
+#endif
+}
+
+/* R rows times S strips of 16 channels: integer dot products inside a group, floats across groups. */
+INLINE void int_tile(const LinearJob *job, int kind, const int R, const int S, int first, int strip) {
+    int k = job->layer->k, group = job->layer->group, groups = k / group, words = group / (kind == INT4 ? 8 : 4);
+    f32x16 total[R][S];
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < S; s++) total[r][s] = (f32x16){0};
+    for (int g = 0; g < groups; g++) {
+        i32x16 sum[R][S];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < S; s++) sum[r][s] = (i32x16){0};
+        for (int i = 0; i < words; i++) UNROLL for (int s = 0; s < S; s++) {
+            u32x16 w = ((const u32x16 *)job->layer->weights)[((int64_t)(strip + s) * groups + g) * words + i];
+            UNROLL for (int r = 0; r < R; r++) {
+                const int32_t *x = (const int32_t *)(job->quantised + (int64_t)(first + r) * k + g * group);
+                if (kind == INT8) sum[r][s] = dot4(sum[r][s], w, x[i]);
+                else {
+                    sum[r][s] = dot4(sum[r][s], w & 0x0f0f0f0fu, x[2 * i]);
+                    sum[r][s] = dot4(sum[r][s], w >> 4 & 0x0f0f0f0fu, x[2 * i + 1]);
+                }
+            }
+        }
+        UNROLL for (int s = 0; s < S; s++) {
+            int64_t at = ((int64_t)(strip + s) * groups + g) * 16;
+            f32x16 scale = load_bf16(job->layer->scales + at), minimum = load_bf16(job->layer->minimums + at);
+            UNROLL for (int r = 0; r < R; r++) {
+                int64_t row = (int64_t)(first + r) * groups + g;
+                f32x16 dot = __builtin_convertvector(sum[r][s], f32x16) * job->x_scales[row];
+                total[r][s] += dot * scale;
+                total[r][s] += job->x_sums[row] * minimum;
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < S; s++)
+        store_tile(job, first + r, (strip + s) * 16, total[r][s]);
+}
+
+INLINE void int_rows(const LinearJob *job, int kind, const int R, int first, int begin, int end) {
+    const int S = STRIPS == 1 ? 1 : R <= 2 ? 4 : R <= 4 ? 2 : 1;
+    int strip = begin;
+    for (; strip + S <= end; strip += S) int_tile(job, kind, R, S, first, strip);
+    for (; strip < end; strip++) int_tile(job, kind, R, 1, first, strip);
+}
+
+static void int_strips(const void *argument, int unit, int worker) {   /* unit: 8 strips, for all rows */
+    const LinearJob *job = argument;
+    int strips = (job->layer->n + 15) / 16, begin = unit * 8, end = MIN(strips, begin + 8);
+    for (int first = 0; first < job->rows; first += job->tile)
+        switch (MIN(job->tile, job->rows - first) * 2 + (job->layer->kind == INT4)) {
+#define CASE(R) case 2 * R: if (R <= INT_ROWS) int_rows(job, INT8, R, first, begin, end); break; \
+                case 2 * R + 1: if (R <= INT_ROWS) int_rows(job, INT4, R, first, begin, end); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+        }
+}
+
+/* Spread the rows over tiles of nearly equal height: 14 rows in tiles of 12 would leave one of 2. */
+static int even_tile(int rows, int limit) {
+    int tiles = (rows + limit - 1) / limit;
+    return (rows + tiles - 1) / tiles;
+}
+
+/* out (rows, n) = prologue(x) @ weights^T + bias + residual; returns 0, or -1 without memory. */
+int linear(const Linear *layer, const float *x, float *out, int rows, int prologue, const float *norm, float eps,
+           const float *residual) {
+    int is_int = layer->kind == INT8 || layer->kind == INT4, k = layer->k;
+    LinearJob job = {.layer = layer, .x = x, .norm = norm, .residual = residual, .out = out, .rows = rows,
+                     .prologue = prologue, .eps = eps, .tile = even_tile(rows, is_int ? INT_ROWS : TILE_ROWS)};
+    size_t groups = is_int ? k / layer->group : 0;
+    pthread_mutex_lock(&pool.caller);
+    char *memory = workspace(is_int ? rows * (2 * groups * 4 + (size_t)k) : (size_t)rows * k * 4);
+    if (memory && is_int) {
+        job.x_scales = (float *)memory, job.x_sums = job.x_scales + rows * groups;
+        job.quantised = (int8_t *)(job.x_sums + rows * groups);
+        parallel(quantise_row, &job, rows);
+        parallel(int_strips, &job, ((layer->n + 15) / 16 + 7) / 8);
+    } else if (memory) {
+        job.packed = (float *)memory;
+        parallel(pack_rows, &job, (rows + job.tile - 1) / job.tile * ((k + K_BLOCK - 1) / K_BLOCK));
+        parallel(float_strips, &job, ((layer->n + 31) / 32 + 3) / 4);
+    }
+    pthread_mutex_unlock(&pool.caller);
+    return memory ? 0 : -1;
+}
+
+/* ---- attention ---- */
+
+typedef struct {
+    int32_t heads, kv_heads, head_dim, kv_kind, capacity, start, rows;
+    float eps;
+    const float *q_norm, *k_norm;      /* (head_dim,) or NULL: Qwen3 */
+    const float *cos, *sin;            /* (positions, head_dim / 2) */
+} AttentionShape;
+
+typedef struct {
+    const AttentionShape *shape;
+    float *qkv;                        /* (rows, (heads + 2 kv_heads) * head_dim), rotated in place */
+    const int64_t *positions;          /* (rows,) */
+    const uint8_t *visible;            /* (rows, rows): may row i see row j of the pass; NULL: a chain */
+    void *keys, *values;               /* (kv_heads, capacity, head_dim) */
+    float *out;                        /* (rows, heads * head_dim) */
+    char *memory;
+    size_t memory_per_worker;
+    int query_tiles;
+} AttentionJob;
+
+static void rotate_row(const void *argument, int row, int worker) {   /* norm and rotate q and k, store k and v */
+    const AttentionJob *job = argument;
+    const AttentionShape *shape = job->shape;
+    int dim = shape->head_dim, half = dim / 2, slot = shape->start + row;
+    const float *cos = shape->cos + job->positions[row] * half, *sin = shape->sin + job->positions[row] * half;
+    float *x = job->qkv + (int64_t)row * (shape->heads + 2 * shape->kv_heads) * dim;
+    for (int head = 0; head < shape->heads + 2 * shape->kv_heads; head++, x += dim) {
+        int is_query = head < shape->heads, kv = head - shape->heads, is_value = kv >= shape->kv_heads;
+        const float *norm = is_query ? shape->q_norm : shape->k_norm;
+        if (!is_value && norm) {
+            float scale = rms_scale(x, dim, shape->eps);
+            for (int i = 0; i < dim; i++) x[i] *= scale * norm[i];
+        }
+        for (int i = 0; !is_value && i < half; i++) {
+            float a = x[i], b = x[i + half];
+            x[i] = a * cos[i] - b * sin[i], x[i + half] = b * cos[i] + a * sin[i];
+        }
+        float factor = 1.0f / sqrtf(dim);
+        for (int i = 0; is_query && i < dim; i++) x[i] *= factor;
+        if (is_query) continue;
+        int64_t at = ((int64_t)(kv % shape->kv_heads) * shape->capacity + slot) * dim;
+        void *to = is_value ? job->values : job->keys;
+        for (int i = 0; i < dim; i++) {
+            if (shape->kv_kind == BF16) ((uint16_t *)to)[at + i] = to_bf16(x[i]); else ((float *)to)[at + i] = x[i];
+        }
+    }
+}
+
+/* scores[r][slot..slot+15] = q[r] . keys, for R rows; `block` is the transposed (head_dim, 16) block of keys. */
+INLINE void score_rows(const int R, const float *const *q, const float *block, int dim, float *scores, int64_t stride) {
+    f32x16 sum[R];
+    UNROLL for (int r = 0; r < R; r++) sum[r] = (f32x16){0};
+    for (int i = 0; i < dim; i++) {
+        f32x16 key = *(const f32x16 *)(block + i * SLOTS);
+        UNROLL for (int r = 0; r < R; r++) sum[r] += q[r][i] * key;
+    }
+    UNROLL for (int r = 0; r < R; r++) *(f32x16 *)(scores + r * stride) = sum[r];
+}
+
+/* out[r][0..15*C] = sum over slots of weights[r][slot] * values[slot], for R rows and C vectors of 16. */
+INLINE void mix_rows(int kind, const int R, const int C, const float *weights, int64_t stride, const void *values,
+                     int64_t at, int dim, int slots, float *const *out, const float *scale) {
+    f32x16 sum[R][C];
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++) sum[r][c] = (f32x16){0};
+    for (int slot = 0; slot < slots; slot++, at += dim) {
+        f32x16 value[C];
+        UNROLL for (int c = 0; c < C; c++) value[c] = load_kv(kind, values, at + c * 16);
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++)
+            sum[r][c] += weights[r * stride + slot] * value[c];
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++)
+        *(f32x16 *)(out[r] + c * 16) = sum[r][c] * scale[r];
+}
+
+INLINE void hide(const AttentionJob *job, int row, int slot, float *scores) {   /* 16 scores of one row */
+    int start = job->shape->start;
+    for (int lane = 0; lane < SLOTS; lane++) {
+        int other = slot + lane - start;
+        int seen = other < 0 || (other < job->shape->rows && (job->visible ? job->visible[row * job->shape->rows + other]
+                                                                           : other <= row));
+        if (!seen) scores[lane] = -INFINITY;
+    }
+}
+
+INLINE float softmax_row(float *scores, int slots) {   /* in place, without the division; returns 1 / sum */
+    f32x16 peaks = splat(-INFINITY), sums = {0};
+    float peak = -INFINITY;
+    for (int slot = 0; slot < slots; slot += SLOTS) {
+        f32x16 v = *(f32x16 *)(scores + slot);
+        i32x16 larger = v > peaks;
+        peaks = (f32x16)(((i32x16)v & larger) | ((i32x16)peaks & ~larger));
+    }
+    for (int lane = 0; lane < 16; lane++) peak = MAX(peak, peaks[lane]);
+    for (int slot = 0; slot < slots; slot += SLOTS) {
+        f32x16 v = exp16(*(f32x16 *)(scores + slot) - peak);
+        *(f32x16 *)(scores + slot) = v;
+        sums += v;
+    }
+    return 1.0f / sum16(sums);
+}
+
+INLINE void attend_tile(const AttentionJob *job, int kind, int unit, int worker) {
+    const AttentionShape *shape = job->shape;
+    int dim = shape->head_dim, group = shape->heads / shape->kv_heads, kv = unit / job->query_tiles;
+    int first = unit % job->query_tiles * QUERY_TILE, count = MIN(QUERY_TILE, shape->rows * group - first);
+    int last_row = (first + count - 1) / group, slots = shape->start + (job->visible ? shape->rows : last_row + 1);
+    int padded = (slots + SLOTS - 1) / SLOTS * SLOTS;
+    int64_t base = (int64_t)kv * shape->capacity * dim, width = (int64_t)(shape->heads + 2 * shape->kv_heads) * dim;
+    float *block = (float *)(job->memory + worker * job->memory_per_worker), *scores = block + SLOTS * dim;
+    const float *q[QUERY_TILE];
+    float *out[QUERY_TILE], scale[QUERY_TILE];
+    for (int i = 0; i < count; i++) {   /* query heads of the same KV head are neighbours, row by row */
+        int row = (first + i) / group, head = kv * group + (first + i) % group;
+        q[i] = job->qkv + row * width + head * dim;
+        out[i] = job->out + ((int64_t)row * shape->heads + head) * dim;
+    }
+    for (int slot = 0; slot < padded; slot += SLOTS) {
+        for (int s = 0; s < SLOTS; s++) for (int i = 0; i < dim; i += 16) {
+            f32x16 key = slot + s < slots ? load_kv(kind, job->keys, base + (int64_t)(slot + s) * dim + i) : (f32x16){0};
+            for (int lane = 0; lane < 16; lane++) block[(i + lane) * SLOTS + s] = key[lane];
+        }
+        for (int i = 0; i < count;) {
+            float *to = scores + (int64_t)i * padded + slot;
+            if (count - i >= 8) score_rows(8, q + i, block, dim, to, padded), i += 8;
+            else if (count - i >= 4) score_rows(4, q + i, block, dim, to, padded), i += 4;
+            else score_rows(1, q + i, block, dim, to, padded), i += 1;
+        }
+        if (slot + SLOTS > shape->start)
+            for (int i = 0; i < count; i++) hide(job, (first + i) / group, slot, scores + (int64_t)i * padded + slot);
+    }
+    for (int i = 0; i < count; i++) scale[i] = softmax_row(scores + (int64_t)i * padded, padded);
+    for (int d = 0; d < dim; d += 32) {
+        float *to[QUERY_TILE];
+        for (int i = 0; i < count; i++) to[i] = out[i] + d;
+        for (int i = 0; i < count;) {
+            const float *weights = scores + (int64_t)i * padded;
+            int one = dim - d < 32;
+#define MIX(R, C) mix_rows(kind, R, C, weights, padded, job->values, base + d, dim, slots, to + i, scale + i)
+            if (count - i >= 6) { if (one) MIX(6, 1); else MIX(6, 2); i += 6; }
+            else { if (one) MIX(1, 1); else MIX(1, 2); i += 1; }
+#undef MIX
+        }
+    }
+}
+
+static void attend(const void *argument, int unit, int worker) {
+    const AttentionJob *job = argument;
+    if (job->shape->kv_kind == BF16) attend_tile(job, BF16, unit, worker); else attend_tile(job, FP32, unit, worker);
+}
+
+/* Rotate, append to the cache and attend; head_dim is a multiple of 16. Returns 0, or -1 without memory. */
+int attention(const AttentionShape *shape, float *qkv, const int64_t *positions, const uint8_t *visible, void *keys,
+              void *values, float *out) {
+    AttentionJob job = {.shape = shape, .qkv = qkv, .positions = positions, .visible = visible, .keys = keys,
+                        .values = values, .out = out};
+    int queries = shape->rows * (shape->heads / shape->kv_heads), padded = shape->start + shape->rows + SLOTS;
+    job.query_tiles = (queries + QUERY_TILE - 1) / QUERY_TILE;
+    job.memory_per_worker = ((size_t)SLOTS * shape->head_dim + (size_t)MIN(queries, QUERY_TILE) * padded) * 4 / 64 * 64 + 64;
+    pthread_mutex_lock(&pool.caller);
+    job.memory = workspace(job.memory_per_worker * pool.threads);
+    if (job.memory) {
+        parallel(rotate_row, &job, shape->rows);
+        parallel(attend, &job, shape->kv_heads * job.query_tiles);
+    }
+    pthread_mutex_unlock(&pool.caller);
+    return job.memory ? 0 : -1;
+}

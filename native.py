@@ -1,0 +1,222 @@
+"""The CPU kernels of kernels.c as Python callables: compiled once, kept in the cache folder, called through ctypes.
+
+The compiler comes from PyPI (ziglang, pinned in requirements.txt), so no toolchain has to be installed. Where it is
+missing or refuses, `load` raises NativeUnavailable and transformer.py runs on PyTorch's operators instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantize import QuantizedWeight
+
+SOURCE = Path(__file__).with_name("kernels.c")
+KINDS = {torch.bfloat16: 0, torch.float32: 1, 8: 2, 4: 3}  # by dtype, or by bits; the enum of kernels.c
+PLAIN, RMS_NORM, SWIGLU = range(3)
+
+
+class NativeUnavailable(RuntimeError):
+    """The kernels cannot be built or loaded here; the message says why."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("kind", "n", "k", "group")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("weights", "scales", "minimums", "bias")]
+
+
+class _AttentionShape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in
+                ("heads", "kv_heads", "head_dim", "kv_kind", "capacity", "start", "rows")]
+    _fields_ += [("eps", ctypes.c_float)]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "cos", "sin")]
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels, converted weights and measured shapes live (XDG_CACHE_HOME is honoured)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-decoding"
+
+
+def compiler_flags() -> list[str]:
+    flags = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
+    if platform.machine() in ("x86_64", "AMD64"):
+        flags.append("-mprefer-vector-width=512")  # else the compiler halves our 16-float vectors
+    return flags
+
+
+def build(folder: Path, flags: list[str] | None = None) -> Path:
+    """Compile kernels.c into `folder` unless this source, compiler, CPU and set of flags is there; return the library."""
+    flags = flags or compiler_flags()
+    try:
+        compiler = metadata.version("ziglang")
+    except metadata.PackageNotFoundError:
+        raise NativeUnavailable("the package ziglang is not installed") from None
+    identity = repr((SOURCE.read_bytes(), compiler, flags, platform.machine(), sorted(torch.cpu.get_capabilities().items())))
+    library = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # removed with the compiler's own cache
+            built = Path(scratch) / "kernels.so"
+            environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": scratch, "ZIG_LOCAL_CACHE_DIR": scratch}
+            command = [sys.executable, "-m", "ziglang", "cc", *flags, "-o", str(built), str(SOURCE), "-lpthread", "-lm"]
+            result = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if result.returncode:
+                raise NativeUnavailable(f"the compiler refused kernels.c: {(result.stderr.strip() or '?').splitlines()[0]}")
+            os.replace(built, library)
+    return library
+
+
+def bind(library: Path) -> ctypes.CDLL:
+    """Load a compiled library and declare its three functions."""
+    try:
+        kernels = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeUnavailable(f"the compiled kernels do not load: {error}") from None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    kernels.linear.argtypes = [ctypes.POINTER(_Linear), pointer, pointer, integer, integer, pointer, ctypes.c_float, pointer]
+    kernels.attention.argtypes = [ctypes.POINTER(_AttentionShape)] + [pointer] * 6
+    kernels.set_threads.argtypes = [integer]
+    return kernels
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The kernels, built on first use. Raises NativeUnavailable."""
+    try:
+        return bind(build(cache_folder()))
+    except OSError as error:
+        raise NativeUnavailable(f"the kernels cannot be written: {error}") from None
+
+
+def set_threads(threads: int) -> None:
+    """Use this many threads in all later operations; the results do not depend on it."""
+    if load().set_threads(threads):
+        raise ValueError(f"{threads} threads are not possible; choose 1 to 64")
+
+
+def pack_float(weight: Tensor) -> Tensor:
+    """(n, k) bf16 or fp32 -> strips of 32 channels, as kernels.c reads them."""
+    n, k = weight.shape
+    if n % 32:
+        weight = torch.cat([weight, weight.new_zeros(32 - n % 32, k)])
+    if weight.dtype == torch.bfloat16:  # (strips, 2, 16, k) -> (strips, k, 16, 2): pairs j, j + 16 in one 32-bit lane
+        halves = weight.view(torch.int16).view(-1, 2, 16, k).to(torch.int32)
+        pairs = (halves[:, 0] & 0xFFFF) | (halves[:, 1] << 16)  # (strips, 16, k)
+        return pairs.transpose(1, 2).contiguous()
+    return weight.view(-1, 32, k).transpose(1, 2).contiguous()
+
+
+def pack_quantized(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantised weights, scales and minimums in strips of 16 channels, as kernels.c reads them."""
+    values, scales, minimums = weight.values, weight.scales, weight.minimums
+    missing = -values.shape[0] % 16
+    if missing:
+        values, scales, minimums = (torch.cat([t, t.new_zeros(missing, t.shape[1])]) for t in (values, scales, minimums))
+    n, k = values.shape
+    if weight.bits == 4:
+        nibbles = values.view(n // 16, 16, k // 8, 2, 4)
+        words = nibbles[:, :, :, 0] | (nibbles[:, :, :, 1] << 4)  # (strips, 16, k/8, 4)
+    else:
+        words = values.view(n // 16, 16, k // 4, 4)
+    lanes = [t.view(n // 16, 16, -1).transpose(1, 2).contiguous() for t in (scales, minimums)]
+    return words.view(torch.int32).squeeze(-1).transpose(1, 2).contiguous(), lanes[0], lanes[1]
+
+
+def on_huge_pages(tensor: Tensor) -> Tensor:
+    """The same tensor in memory for which 2 MiB pages were asked (8% of a pass here); itself where that is not possible."""
+    page = 1 << 21
+    if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.nbytes < page:
+        return tensor
+    memory = mmap.mmap(-1, tensor.nbytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    aligned = whole[-whole.data_ptr() % page:][:tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return aligned.copy_(tensor)
+
+
+class NativeLinear:
+    """y = prologue(x) @ weight.T + bias + residual with fp32 activations; every row's bits are independent of the others.
+
+    The prologue is nothing, RMSNorm (`norm` given) or SwiGLU (x holds gate and up side by side).
+    """
+
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        scales = minimums = None
+        if isinstance(weight, QuantizedWeight):
+            kind, group = KINDS[weight.bits], weight.group
+            packed, scales, minimums = pack_quantized(weight)
+        else:
+            kind, group, packed = KINDS[weight.dtype], 0, pack_float(weight)
+        packed = on_huge_pages(packed)
+        bias = bias.float().contiguous() if bias is not None else None
+        self.tensors = [t for t in (packed, scales, minimums, bias) if t is not None]
+        address = [t.data_ptr() if t is not None else None for t in (packed, scales, minimums, bias)]
+        self._struct = _Linear(kind, self.out_features, self.in_features, group, *address)
+        self._reference = ctypes.byref(self._struct)
+        self._linear = load().linear
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of a float layer's weight, (W,) -> (W, k) fp32: a tied head serves as the embedding too."""
+        strip, channel = index // 32, index % 32
+        packed = self.tensors[0]
+        if packed.dtype == torch.float32:
+            return packed[strip, :, channel]
+        pairs = packed[strip, :, channel % 16]
+        return torch.where(channel[:, None] < 16, pairs << 16, pairs & -65536).view(torch.float32)
+
+    def __call__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0, swiglu: bool = False,
+                 residual: Tensor | None = None) -> Tensor:
+        rows, width = x.shape  # (W, k), or (W, 2k) before SwiGLU
+        assert width == self.in_features * (1 + swiglu) and x.is_contiguous() and x.dtype == torch.float32
+        out = torch.empty(rows, self.out_features)
+        prologue = SWIGLU if swiglu else RMS_NORM if norm is not None else PLAIN
+        failed = self._linear(self._reference, x.data_ptr(), out.data_ptr(), rows, prologue,
+                              None if norm is None else norm.data_ptr(), eps,
+                              None if residual is None else residual.data_ptr())
+        if failed:
+            raise MemoryError("no memory left for the working buffer of a linear layer")
+        return out  # (W, n)
+
+
+class NativeAttention:
+    """Rotary positions, the append to the KV cache and attention in one call."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+        if head_dim % 16:
+            raise NativeUnavailable(f"head size {head_dim} is not a multiple of 16")
+        self._shape = _AttentionShape(heads, kv_heads, head_dim, eps=eps)
+        self._reference = ctypes.byref(self._shape)
+        self._attention = load().attention
+
+    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor, start: int, positions: Tensor, visible: Tensor | None,
+                 cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None) -> Tensor:
+        shape, rows = self._shape, qkv.shape[0]
+        assert keys.is_contiguous() and values.is_contiguous() and start + rows <= keys.shape[1]
+        shape.kv_kind, shape.capacity, shape.start, shape.rows = KINDS[keys.dtype], keys.shape[1], start, rows
+        shape.cos, shape.sin = cos.data_ptr(), sin.data_ptr()
+        shape.q_norm = None if q_norm is None else q_norm.data_ptr()
+        shape.k_norm = None if k_norm is None else k_norm.data_ptr()
+        out = torch.empty(rows, shape.heads * shape.head_dim)
+        failed = self._attention(self._reference, qkv.data_ptr(), positions.data_ptr(),
+                                 None if visible is None else visible.data_ptr(), keys.data_ptr(), values.data_ptr(),
+                                 out.data_ptr())
+        if failed:
+            raise MemoryError("no memory left for the working buffer of attention")
+        return out  # (W, heads * head_dim)

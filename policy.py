@@ -1,0 +1,175 @@
+"""How long to draft: while one more token is worth its time.
+
+A round that drafts k tokens emits 1 + sum of reach_i tokens on average, where reach_i is the chance that draft tokens
+1..i are all accepted. In the long run the tokens per second are highest when a round goes on exactly while the next
+token's expected gain exceeds what the same time earns elsewhere: reach * acceptance > rate * seconds (the renewal-reward
+rule). `rate` is the call's own running rate; acceptance is calibrated online, from the draft's confidence to the observed
+share, and starts anew in each call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shapes import Widths
+
+BINS = 8  # of draft confidence
+PRIOR_WEIGHT = 6.0  # observations that the prior counts for
+PRIOR_ACCEPTANCE = 0.7
+PROBE_EVERY = 8  # rounds without a draft before one token is drafted to see whether that still holds
+
+
+class Policy(Protocol):
+    """Decides before each draft step, and learns from each round."""
+
+    def begin(self) -> None: ...
+    def limit(self) -> int: ...
+    def chance(self, confidence: float) -> float: ...
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool: ...
+    def lookup_pays(self, chance: float, num_tokens: int) -> bool: ...
+    def sibling_pays(self, chance: float, rows: int) -> bool: ...
+    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int, seconds: float) -> None: ...
+
+
+@dataclass
+class Calibration:
+    """Draft confidence -> observed acceptance, by bins with a prior."""
+
+    accepted: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * (i + 0.5) / BINS for i in range(BINS)])
+    judged: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * BINS)
+    all_accepted: float = PRIOR_WEIGHT * PRIOR_ACCEPTANCE
+    all_judged: float = PRIOR_WEIGHT
+
+    def __call__(self, confidence: float) -> float:
+        """The estimated chance that a draft token of this confidence is accepted."""
+        index = min(int(confidence * BINS), BINS - 1)
+        return self.accepted[index] / self.judged[index]
+
+    @property
+    def average(self) -> float:
+        return self.all_accepted / self.all_judged
+
+    def observe(self, confidences: Sequence[float], num_accepted: int) -> None:
+        """Count the tokens that were judged: the accepted ones and the first wrong one."""
+        for position, confidence in enumerate(confidences[:num_accepted + 1]):
+            index, right = min(int(confidence * BINS), BINS - 1), float(position < num_accepted)
+            self.accepted[index] += right
+            self.judged[index] += 1
+            self.all_accepted = 0.95 * self.all_accepted + right
+            self.all_judged = 0.95 * self.all_judged + 1
+
+
+class DynamicK:
+    """The rule above. `widths` says what a target pass costs; draft steps are timed as they happen."""
+
+    def __init__(self, widths: Widths, max_tokens: int = 15, draft_seconds: float | None = None) -> None:
+        self.widths, self.max_tokens, self.first_guess = widths, min(max_tokens, widths.largest - 1), draft_seconds
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget everything: each call is judged on its own."""
+        self.calibration = Calibration()
+        self.skipped = 0
+        self.step = self.first_guess or self.widths.cost(1) / 8  # seconds of a draft step
+        tokens = sum(PRIOR_ACCEPTANCE**i for i in range(5))
+        self.tokens, self.seconds = 3 * tokens, 3 * (4 * self.step + self.widths.cost(5))
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of this call's rounds, the prior counting for three of them."""
+        return self.tokens / self.seconds
+
+    def limit(self) -> int:
+        return self.max_tokens
+
+    def chance(self, confidence: float) -> float:
+        """The estimated chance that a draft token of this confidence is accepted if those before it are."""
+        return self.calibration(confidence)
+
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
+        """Whether to draft one more token, given the chances of those drafted and the seconds of a draft step.
+
+        next_chance: that of the next token where it is known beforehand; else the average is expected.
+        """
+        self.step = draft_seconds or self.step
+        if not chances and self.skipped >= PROBE_EVERY:
+            return True
+        rows = len(chances) + 1
+        extra = draft_seconds + self.widths.cost(rows + 1) - self.widths.cost(rows)
+        expected = self.calibration.average if next_chance is None else next_chance
+        return math.prod(chances) * expected > self.rate * extra
+
+    def lookup_pays(self, chance: float, num_tokens: int) -> bool:
+        """Whether looked-up tokens, each accepted with this chance, promise more tokens per second than the rate so far."""
+        tokens, reach = 1.0, 1.0
+        for drafted in range(1, min(num_tokens, self.max_tokens) + 1):
+            reach *= chance
+            tokens += reach
+            if tokens > self.rate * self.widths.cost(drafted + 1):
+                return True
+        return False
+
+    def sibling_pays(self, chance: float, rows: int) -> bool:
+        """Whether a sibling that is hit with this chance is worth being row number rows + 1 of the pass.
+
+        A hit replaces the next round's first draft token by one that is practically always accepted.
+        """
+        gain = (1 - self.calibration.average) + self.rate * self.step
+        return chance * gain > self.rate * (self.widths.cost(rows + 1) - self.widths.cost(rows)) + 0.005
+
+    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int, seconds: float) -> None:
+        """Learn from a round: `confidences` are the draft model's (none where the tokens were looked up)."""
+        self.calibration.observe(confidences, num_accepted)
+        self.skipped = 0 if drafted else self.skipped + 1
+        self.tokens, self.seconds = 0.97 * self.tokens + emitted, 0.97 * self.seconds + seconds
+
+
+class FixedK(DynamicK):
+    """Always the same number of draft tokens (fewer where a generation ends)."""
+
+    def __init__(self, num_tokens: int, widths: Widths) -> None:
+        if num_tokens < 0:
+            raise ValueError(f"the number of speculative tokens is {num_tokens}; use 0 for plain decoding or more")
+        if num_tokens >= widths.largest and not widths.any_width:
+            raise ValueError(f"{num_tokens} speculative tokens need a pass of {num_tokens + 1} rows; the largest width "
+                             f"in use is {widths.largest}")
+        super().__init__(widths)
+        self.max_tokens = num_tokens
+
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
+        return len(chances) < self.max_tokens
+
+
+class ConfidenceStop(FixedK):
+    """Hugging Face's stopping rule: draft until the draft's confidence falls below a threshold (there 0.4, up to 20)."""
+
+    def __init__(self, widths: Widths, threshold: float = 0.4, num_tokens: int = 20) -> None:
+        super().__init__(num_tokens, widths)
+        self.threshold = threshold
+
+    def chance(self, confidence: float) -> float:
+        return confidence
+
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
+        return super().goes_on(chances, draft_seconds) and (not chances or chances[-1] >= self.threshold)
+
+
+class Heuristic(FixedK):
+    """Hugging Face's schedule: two tokens more after a round that was right throughout, else one less (at least one)."""
+
+    def __init__(self, widths: Widths, num_tokens: int = 5) -> None:
+        self.start = num_tokens
+        super().__init__(num_tokens, widths)
+
+    def begin(self) -> None:
+        super().begin()
+        self.max_tokens = self.start
+
+    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int, seconds: float) -> None:
+        super().observe(drafted, confidences, num_accepted, emitted, seconds)
+        if drafted:
+            right = num_accepted == drafted
+            self.max_tokens = min(self.max_tokens + 2, 20) if right else max(1, self.max_tokens - 1)

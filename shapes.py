@@ -1,0 +1,89 @@
+"""Which widths of a target pass may be used, and what each costs.
+
+With the kernels of native.py every width gives the same bits, so all may be used; the measured seconds say which is
+cheapest. On PyTorch's operators the bits depend on the width: there only widths are used that were *shown* to agree on
+this machine (`verify.py --shapes`), or a single fixed one, which is exact by construction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+FIXED_WIDTH = 8  # where nothing is proven
+CANDIDATES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24)
+
+
+class Steppable(Protocol):
+    """What is needed of a decoder to measure it."""
+
+    def reserve(self, slots: int) -> None: ...
+    def prefill(self, token_ids: Tensor) -> Tensor: ...
+    def forward(self, token_ids: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Widths:
+    """seconds: the cost of a pass by width. any_width: widths in between may be used too (their cost is interpolated)."""
+
+    seconds: Mapping[int, float]
+    any_width: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.seconds:
+            raise ValueError("no width may be used; measure some or use Widths.fixed()")
+
+    @classmethod
+    def fixed(cls, width: int = FIXED_WIDTH) -> Widths:
+        """One width for every pass."""
+        return cls({width: 1.0}, any_width=False)
+
+    @property
+    def largest(self) -> int:
+        return max(self.seconds)
+
+    def fit(self, rows: int) -> int:
+        """The cheapest width that holds `rows` rows. Raises ValueError beyond the largest."""
+        if self.any_width:
+            return rows
+        fitting = [width for width in self.seconds if width >= rows]
+        if not fitting:
+            raise ValueError(f"{rows} rows exceed the largest width in use, {self.largest}; draft fewer tokens")
+        return min(fitting, key=lambda width: (self.seconds[width], width))
+
+    def cost(self, rows: int) -> float:
+        """Seconds of the pass that `fit` chooses."""
+        if not self.any_width:
+            return self.seconds[self.fit(rows)]
+        known = sorted(self.seconds)
+        if rows <= known[0]:
+            return self.seconds[known[0]]
+        for low, high in zip(known, known[1:], strict=False):
+            if rows <= high:
+                share = (rows - low) / (high - low)
+                return self.seconds[low] * (1 - share) + self.seconds[high] * share
+        return self.seconds[known[-1]] * rows / known[-1]
+
+
+def measure_seconds(decoder: Steppable, widths: tuple[int, ...], context: int = 64, repeats: int = 3) -> dict[int, float]:
+    """Median seconds of a pass by width, made monotonic: a wider pass is never taken to be cheaper than a narrower one."""
+    decoder.reserve(context + max(widths))
+    ids = torch.arange(context) % 50 + 5
+    decoder.prefill(ids)
+    found: dict[int, list[float]] = {width: [] for width in widths}
+    for _ in range(repeats):
+        for width in widths:  # interleaved: a slow moment of the machine does not fall on one width
+            start = time.perf_counter()
+            decoder.forward(ids[:width])
+            found[width].append(time.perf_counter() - start)
+            decoder.cache.crop(context)  # type: ignore[attr-defined]
+    seconds, slowest = {}, 0.0
+    for width in sorted(widths):
+        slowest = max(slowest, sorted(found[width])[repeats // 2])
+        seconds[width] = slowest
+    return seconds
