@@ -8,6 +8,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from cli import DTYPES, non_negative_int, positive_int
 from drafters import CombinedDrafter, Drafter, LookupDrafter, ModelDrafter
 from models import Checkpoint, Pair
 from native import cache_folder
+from policy import Policy
 from sampling import SamplingParams
 from shapes import Widths, measure_seconds
 from spec_decode import GenerationConfig, SpeculativeDecoder
@@ -25,14 +27,17 @@ TIMED_WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """--drafter, --draft-weights, --target-weights, --backend."""
+def add_engine_arguments(parser: argparse.ArgumentParser, drafting: bool = True) -> None:
+    """--drafter, --draft-weights (not for a script that only decodes with the target), --target-weights, --backend."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--drafter", choices=DRAFTERS, default="both",
-                       help="who proposes: the draft model, prompt lookup, both, the target's own int4 copy, or nobody "
-                       "(default: %(default)s)")
-    group.add_argument("--draft-weights", choices=("bf16", "int8", "int4"), default="int4",
-                       help="precision of the draft's weights (default: %(default)s)")
+    if drafting:
+        group.add_argument("--drafter", choices=DRAFTERS, default="both",
+                           help="who proposes: the draft model, prompt lookup, both, the target's own int4 copy, or nobody "
+                           "(default: %(default)s)")
+        group.add_argument("--draft-weights", choices=("bf16", "int8", "int4"), default="int4",
+                           help="precision of the draft's weights (default: %(default)s)")
+    else:
+        parser.set_defaults(drafter="none", draft_weights=None)
     group.add_argument("--target-weights", choices=("int8", "int4"),
                        help="quantise the target too: less memory, but another model (default: as --dtype)")
     group.add_argument("--backend", choices=("auto", "native", "torch"), default="auto",
@@ -92,7 +97,7 @@ def load_decoder(checkpoint: Checkpoint, weights: str, device: torch.device | st
                    backend=backend)
 
 
-def assemble(pair: Pair, args: argparse.Namespace, policy=None) -> Assembled:  # noqa: ANN001
+def assemble(pair: Pair, args: argparse.Namespace, policy: Policy | None = None) -> Assembled:
     """Load what the flags ask for."""
     target_weights = args.target_weights or DTYPE_NAMES[args.dtype]
     target = load_decoder(pair.target, target_weights, args.device, args.backend)
@@ -131,7 +136,7 @@ def shared_vocabulary(pair: Pair, *decoders: Decoder | None) -> int:
     return min(len(pair.tokenizer), *(decoder.config.vocab_size for decoder in decoders if decoder is not None))
 
 
-def generation_config(args: argparse.Namespace, pair: Pair, **overrides) -> GenerationConfig:  # noqa: ANN003
+def generation_config(args: argparse.Namespace, pair: Pair, **overrides: Any) -> GenerationConfig:
     settings = {"max_new_tokens": args.max_new_tokens, "num_speculative_tokens": args.num_speculative_tokens,
                 "siblings": not args.no_siblings, "end_token_ids": pair.target.end_token_ids}
     return GenerationConfig(**(settings | overrides))

@@ -5,6 +5,7 @@ Whatever they propose, the target decides; a drafter only has to be cheap and of
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from metrics import common_prefix
 from policy import Policy
-from sampling import SamplingParams, draw, gumbel_noise, probabilities, warp
+from sampling import LogitsError, SamplingParams, draw, gumbel_noise, probabilities, warp
 
 NUM_ALTERNATIVES = 3  # next-best tokens kept per draft position, from which siblings are taken
 SUGGESTION_CONFIDENCE = 0.97  # of a token that the target itself predicted
@@ -169,7 +170,10 @@ class ModelDrafter:
             scores = chooser.scores(logits, sequence)
             values, ids = scores.topk(min(NUM_ALTERNATIVES + 1, len(scores)))
             chances = (values - scores.logsumexp(-1)).exp().tolist()
-            token, confidence, kept = int(ids[0]), chances[0], None
+            tied = chances[:1] == chances[1:2]  # topk takes any of equals, the target's argmax the lowest id
+            token, confidence, kept = int(scores.argmax() if tied else ids[0]), chances[0], None
+        if not math.isfinite(confidence):
+            raise LogitsError("the draft's logits hold NaN or infinity: run it in bf16 or fp32, or check its weights")
         others = [(t, chance) for t, chance in zip(ids.tolist(), chances, strict=True) if t != token]
         if len(pending) == 1:
             spent = time.perf_counter() - start
@@ -191,7 +195,7 @@ class LookupDrafter:
     """
 
     LENGTHS = (6, 5, 4, 3, 2)
-    PRIOR = {6: 0.9, 5: 0.85, 4: 0.75, 3: 0.6, 2: 0.4}  # acceptance before anything was seen, counting for two tokens
+    PRIOR = (0.9, 0.85, 0.75, 0.6, 0.4)  # acceptance before anything was seen, counting for two tokens
 
     def __init__(self) -> None:
         self.max_length = 1 << 62
@@ -201,8 +205,8 @@ class LookupDrafter:
         self._last: dict[tuple[int, ...], int] = {}  # n-gram -> index after its last occurrence
         self._indexed = 0
         self._match = 0
-        self.judged = {n: 2.0 for n in self.LENGTHS}
-        self.accepted = {n: 2.0 * self.PRIOR[n] for n in self.LENGTHS}
+        self.judged = dict.fromkeys(self.LENGTHS, 2.0)
+        self.accepted = {n: 2.0 * prior for n, prior in zip(self.LENGTHS, self.PRIOR, strict=True)}
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Take in the n-grams that end before the last token, each once."""
@@ -224,7 +228,7 @@ class LookupDrafter:
 
     def propose(self, tokens: Sequence[int], limit: int, policy: Policy, chooser: Chooser,
                 suggestion: Suggestion | None = None) -> Proposal:
-        """The looked-up tokens, cut where the policy stops; a suggestion comes first, if only it is looked up from there."""
+        """The looked-up tokens, cut where the policy stops; a suggestion comes first, and they are what follows it."""
         proposal = Proposal(source="lookup", stopped="limit")
         if suggestion is not None and limit:
             proposal.start_with(suggestion)

@@ -22,7 +22,7 @@ import gguf
 import numpy as np
 import torch
 from tokenizers import AddedToken
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,

@@ -29,6 +29,7 @@
 typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
 typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
+typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1)));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
 
 #if defined(__AVX512F__)
@@ -38,7 +39,7 @@ enum { TILE_ROWS = 3, INT_ROWS = 2, STRIPS = 1 };    /* a vector takes two to fo
 #endif
 enum { BF16, FP32, INT8, INT4 };                     /* Linear.kind */
 enum { PLAIN, RMS_NORM, SWIGLU };                    /* what happens to the input on its way into a linear layer */
-enum { K_BLOCK = 2048, QUERY_TILE = 48, SLOTS = 16, MAX_THREADS = 64, SPIN = 20000,
+enum { K_BLOCK = 2048, INT_BLOCK = 512, QUERY_TILE = 48, SLOTS = 16, MAX_THREADS = 64, SPIN = 20000,
        PREFETCH = 64 /* cache lines: the hardware's own prefetch stops at each page */ };
 
 #define INLINE static inline __attribute__((always_inline))
@@ -80,6 +81,11 @@ static void *worker_loop(void *argument) {
     return NULL;
 }
 
+/* PyTorch's own OpenMP threads where they can be borrowed: two pools would spin against each other between operations. */
+static void (*openmp_parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
+void use_openmp(void *gomp_parallel) { openmp_parallel = gomp_parallel; }
+static void openmp_worker(void *unused) { take_units(atomic_fetch_add(&pool.running, 1)); }
+
 static void parallel(Task task, const void *job, int count) {
     if (count == 1 || pool.threads == 1) {
         for (int unit = 0; unit < count; unit++) task(job, unit, 0);
@@ -87,6 +93,11 @@ static void parallel(Task task, const void *job, int count) {
     }
     pool.task = task, pool.job = job, pool.count = count;
     atomic_store(&pool.next, 0);
+    if (openmp_parallel) {
+        atomic_store(&pool.running, 0);   /* here it numbers the workers */
+        openmp_parallel(openmp_worker, NULL, pool.threads, 0);
+        return;
+    }
     atomic_store(&pool.running, pool.started - 1);
     atomic_fetch_add(&pool.epoch, 1);
     if (atomic_load(&pool.sleepers)) {
@@ -104,7 +115,7 @@ static void parallel(Task task, const void *job, int count) {
 int set_threads(int threads) {
     pthread_mutex_lock(&pool.caller);
     int failed = threads < 1 || threads > MAX_THREADS;
-    while (!failed && pool.started < threads) {
+    while (!failed && !openmp_parallel && pool.started < threads) {
         pthread_t thread;
         pool.first_epoch[pool.started] = atomic_load(&pool.epoch);
         failed = pthread_create(&thread, NULL, worker_loop, (void *)(intptr_t)pool.started);
@@ -197,7 +208,8 @@ INLINE void load_input(const LinearJob *job, int row, int begin, int end, float 
         memcpy(&v, x + i, lanes * 4);
         if (job->prologue == RMS_NORM) { memcpy(&up, job->norm + i, lanes * 4); v = v * scale * up; }
         if (job->prologue == SWIGLU) { memcpy(&up, x + k + i, lanes * 4); v = v / (1.0f + exp16(-v)) * up; }
-        for (int lane = 0; lane < lanes; lane++) to[(int64_t)(i - begin + lane) * stride] = v[lane];
+        if (stride == 1) memcpy(to + i - begin, &v, lanes * 4);
+        else for (int lane = 0; lane < lanes; lane++) to[(int64_t)(i - begin + lane) * stride] = v[lane];
     }
 }
 
@@ -209,24 +221,24 @@ static void pack_rows(const void *argument, int unit, int worker) {   /* unit: a
         load_input(job, first + row, begin, end, job->packed + (int64_t)first * k + (int64_t)begin * rows + row, rows);
 }
 
-INLINE void store_tile(const LinearJob *job, int row, int channel, f32x16 value) {
+INLINE void store_sum(const LinearJob *job, int row, int channel, f32x16 value) {
     int n = job->layer->n, lanes = MIN(16, n - channel);
     int64_t at = (int64_t)row * n + channel;
-    for (int pass = 0; pass < 2; pass++) {
-        const float *term = pass ? job->residual : job->layer->bias;
+    if (lanes <= 0) return;
+    for (int term = 0; term < 2; term++) {
+        const float *from = term ? job->residual : job->layer->bias;
         f32x16 loaded = {0};
-        if (!term || lanes <= 0) continue;
-        memcpy(&loaded, pass ? term + at : term + channel, lanes * 4);
+        if (from) memcpy(&loaded, from + (term ? at : channel), lanes * 4);
         value += loaded;
     }
-    if (lanes == 16) *(f32x16 *)(job->out + at) = value;
-    else if (lanes > 0) memcpy(job->out + at, &value, lanes * 4);
+    memcpy(job->out + at, &value, lanes * 4);
 }
 
 /* R rows times S strips of 32 channels: R * 2S sums, 2S weights and R inputs stay within 26 registers, as beyond about 28 the
  * compiler spills sums and the rate halves. */
 INLINE void float_tile(const LinearJob *job, int kind, const int R, const int S, int first, int strip) {
     int k = job->layer->k;
+    int64_t ahead = first ? (int64_t)k * 32 : PREFETCH * 32;   /* later row tiles find this strip in the cache: fetch the next */
     const float *x = job->packed + (int64_t)first * k;
     f32x16 sum[R][2 * S];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++) sum[r][c] = (f32x16){0};
@@ -236,31 +248,30 @@ INLINE void float_tile(const LinearJob *job, int kind, const int R, const int S,
             int64_t at = ((int64_t)(strip + s) * k + i) * 32;
             if (kind == BF16) {
                 u32x16 pair = *(const u32x16 *)((const uint16_t *)job->layer->weights + at);
-                __builtin_prefetch((const uint16_t *)job->layer->weights + at + PREFETCH * 32);
+                __builtin_prefetch((const uint16_t *)job->layer->weights + at + ahead);
                 w[2 * s] = (f32x16)(pair << 16), w[2 * s + 1] = (f32x16)(pair & 0xffff0000u);
             } else {
                 const float *p = (const float *)job->layer->weights + at;
-                __builtin_prefetch(p + PREFETCH * 16), __builtin_prefetch(p + PREFETCH * 16 + 16);
+                __builtin_prefetch(p + ahead), __builtin_prefetch(p + ahead + 16);
                 w[2 * s] = *(const f32x16 *)p, w[2 * s + 1] = *(const f32x16 *)(p + 16);
             }
         }
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++) sum[r][c] += x[r] * w[c];
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++)
-        store_tile(job, first + r, strip * 32 + c * 16, sum[r][c]);
+        store_sum(job, first + r, strip * 32 + c * 16, sum[r][c]);
 }
 
-INLINE void float_rows(const LinearJob *job, int kind, const int R, int first, int begin, int end) {
+INLINE void float_rows(const LinearJob *job, int kind, const int R, int first, int strip, int last) {
     const int S = STRIPS == 1 ? 1 : R <= 2 ? 4 : R <= 4 ? 2 : 1;
-    int strip = begin;
-    for (; strip + S <= end; strip += S) float_tile(job, kind, R, S, first, strip);
-    for (; strip < end; strip++) float_tile(job, kind, R, 1, first, strip);
+    for (; strip + S <= last; strip += S) float_tile(job, kind, R, S, first, strip);
+    for (; strip < last; strip++) float_tile(job, kind, R, 1, first, strip);
 }
 
-INLINE void float_unit(const LinearJob *job, int kind, int begin, int end) {
+INLINE void float_unit(const LinearJob *job, int kind, int strip, int last) {
     for (int first = 0; first < job->rows; first += job->tile)
         switch (MIN(job->tile, job->rows - first)) {
-#define CASE(R) case R: if (R <= TILE_ROWS) float_rows(job, kind, R, first, begin, end); break;
+#define CASE(R) case R: if (R <= TILE_ROWS) float_rows(job, kind, R, first, strip, last); break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
         }
@@ -268,32 +279,52 @@ INLINE void float_unit(const LinearJob *job, int kind, int begin, int end) {
 
 static void float_strips(const void *argument, int unit, int worker) {   /* unit: 4 strips, for all rows */
     const LinearJob *job = argument;
-    int strips = (job->layer->n + 31) / 32, begin = unit * 4, end = MIN(strips, begin + 4);
-    if (job->rows <= TILE_ROWS) {   /* weights are read once: all strips in one go */
-        if (job->layer->kind == BF16) float_unit(job, BF16, begin, end); else float_unit(job, FP32, begin, end);
-    } else for (int strip = begin; strip < end; strip++) {   /* a strip stays in the cache while the rows pass by */
-        if (job->layer->kind == BF16) float_unit(job, BF16, strip, strip + 1); else float_unit(job, FP32, strip, strip + 1);
+    int strips = (job->layer->n + 31) / 32, strip = unit * 4, last = MIN(strips, strip + 4);
+    int step = job->rows <= TILE_ROWS ? 4 : 1;   /* with several row tiles, one strip at a time stays in the cache */
+    for (; strip < last; strip += step) {
+        if (job->layer->kind == BF16) float_unit(job, BF16, strip, MIN(last, strip + step));
+        else float_unit(job, FP32, strip, MIN(last, strip + step));
     }
 }
 
-static void quantise_row(const void *argument, int row, int worker) {
+/* One group to int8: q = x * 127 / peak, rounded to nearest even by adding 1.5 * 2^23. Returns the sum of q. */
+INLINE int quantise_group(const float *x, int group, int8_t *q, float *scale) {
+    f32x16 peaks = {0};
+    float peak = 0;
+    for (int i = 0; i < group; i += 16) {
+        f32x16 v = {0};
+        memcpy(&v, x + i, MIN(16, group - i) * 4);
+        v = (f32x16)((i32x16)v & 0x7fffffff);
+        i32x16 larger = v > peaks;
+        peaks = (f32x16)(((i32x16)v & larger) | ((i32x16)peaks & ~larger));
+    }
+    for (int lane = 0; lane < 16; lane++) peak = MAX(peak, peaks[lane]);
+    float inverse = peak > 0 ? 127.0f / peak : 0.0f;
+    i32x16 sums = {0};
+    for (int i = 0; i < group; i += 16) {
+        f32x16 v = {0};
+        memcpy(&v, x + i, MIN(16, group - i) * 4);
+        i32x16 whole = (i32x16)(v * inverse + 12582912.0f) - (i32x16)splat(12582912.0f);
+        i8x16 narrow = __builtin_convertvector(whole, i8x16);
+        memcpy(q + i, &narrow, MIN(16, group - i));
+        sums += whole;
+    }
+    *scale = peak / 127.0f;
+    int total = 0;
+    for (int lane = 0; lane < 16; lane++) total += sums[lane];
+    return total;
+}
+
+static void quantise_rows(const void *argument, int unit, int worker) {   /* unit: a row x a block of k */
     const LinearJob *job = argument;
-    int k = job->layer->k, group = job->layer->group, groups = k / group;
-    float values[K_BLOCK];
-    for (int begin = 0; begin < k; begin += K_BLOCK / group * group) {
-        int end = MIN(k, begin + K_BLOCK / group * group);
-        load_input(job, row, begin, end, values, 1);
-        for (int g = begin / group; g < end / group; g++) {
-            const float *v = values + g * group - begin;
-            int8_t *q = job->quantised + (int64_t)row * k + g * group;
-            float peak = 0;
-            int sum = 0;
-            for (int i = 0; i < group; i++) peak = MAX(peak, fabsf(v[i]));
-            float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-            for (int i = 0; i < group; i++) { q[i] = (int8_t)lrintf(v[i] * inverse); sum += q[i]; }
-            job->x_scales[(int64_t)row * groups + g] = peak / 127.0f;
-            job->x_sums[(int64_t)row * groups + g] = sum * (peak / 127.0f);
-        }
+    int k = job->layer->k, group = job->layer->group, blocks = (k + INT_BLOCK - 1) / INT_BLOCK;
+    int row = unit / blocks, begin = unit % blocks * INT_BLOCK, end = MIN(k, begin + INT_BLOCK);
+    float values[INT_BLOCK];
+    load_input(job, row, begin, end, values, 1);
+    for (int i = begin; i < end; i += group) {
+        int64_t at = (int64_t)row * (k / group) + i / group;
+        int sum = quantise_group(values + i - begin, group, job->quantised + (int64_t)row * k + i, job->x_scales + at);
+        job->x_sums[at] = sum * job->x_scales[at];
     }
 }
 
@@ -317,7 +348,9 @@ INLINE void int_tile(const LinearJob *job, int kind, const int R, const int S, i
         i32x16 sum[R][S];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < S; s++) sum[r][s] = (i32x16){0};
         for (int i = 0; i < words; i++) UNROLL for (int s = 0; s < S; s++) {
-            u32x16 w = ((const u32x16 *)job->layer->weights)[((int64_t)(strip + s) * groups + g) * words + i];
+            const u32x16 *at = (const u32x16 *)job->layer->weights + ((int64_t)(strip + s) * groups + g) * words + i;
+            __builtin_prefetch(at + PREFETCH / S);
+            u32x16 w = *at;
             UNROLL for (int r = 0; r < R; r++) {
                 const int32_t *x = (const int32_t *)(job->quantised + (int64_t)(first + r) * k + g * group);
                 if (kind == INT8) sum[r][s] = dot4(sum[r][s], w, x[i]);
@@ -339,7 +372,7 @@ INLINE void int_tile(const LinearJob *job, int kind, const int R, const int S, i
         }
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < S; s++)
-        store_tile(job, first + r, (strip + s) * 16, total[r][s]);
+        store_sum(job, first + r, (strip + s) * 16, total[r][s]);
 }
 
 INLINE void int_rows(const LinearJob *job, int kind, const int R, int first, int begin, int end) {
@@ -379,7 +412,7 @@ int linear(const Linear *layer, const float *x, float *out, int rows, int prolog
     if (memory && is_int) {
         job.x_scales = (float *)memory, job.x_sums = job.x_scales + rows * groups;
         job.quantised = (int8_t *)(job.x_sums + rows * groups);
-        parallel(quantise_row, &job, rows);
+        parallel(quantise_rows, &job, rows * ((k + INT_BLOCK - 1) / INT_BLOCK));
         parallel(int_strips, &job, ((layer->n + 15) / 16 + 7) / 8);
     } else if (memory) {
         job.packed = (float *)memory;

@@ -16,9 +16,9 @@ class KVCache:
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self._shape = (layers, kv_heads, head_dim)
-        self._options = {"dtype": dtype, "device": device}
+        self._dtype, self._device = dtype, device
         self.length = self.capacity = 0
-        self.keys = self.values = torch.empty(0, **self._options)
+        self.keys = self.values = torch.empty(0, dtype=dtype, device=device)
         self.reserve(BLOCK)
 
     @property
@@ -26,15 +26,17 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots, in whole blocks. Only between generations: the contents are dropped."""
+        """Make room for `slots` slots, in whole blocks. Only between generations: the contents are zeroed."""
         self.length = 0
         capacity = -(-slots // BLOCK) * BLOCK
         if capacity > self.capacity:
             layers, kv_heads, head_dim = self._shape
-            self.keys = self.values = torch.empty(0, **self._options)  # free the old ones first
-            self.keys = torch.zeros(layers, kv_heads, capacity, head_dim, **self._options)
-            self.values = torch.zeros_like(self.keys)  # zeros: a hidden slot has weight 0, and 0 * NaN would be NaN
+            self.keys = self.values = torch.empty(0, dtype=self._dtype)  # free the old ones first
+            self.keys = torch.zeros(layers, kv_heads, capacity, head_dim, dtype=self._dtype, device=self._device)
+            self.values = torch.zeros_like(self.keys)
             self.capacity = capacity
+        else:  # a hidden slot has weight 0, and 0 * NaN would be NaN: one generation that overflowed would spoil the next
+            self.keys[:, :, :capacity], self.values[:, :, :capacity] = 0, 0
 
     def check_room(self, rows: int) -> None:
         """Raise ValueError when `rows` more rows do not fit."""

@@ -55,7 +55,7 @@ class Statistics:
 
     @property
     def decode_rounds(self) -> list[Round]:
-        return [r for r in self.rounds if "prefill" not in r.origins]
+        return self.rounds[1:]
 
     @property
     def tokens(self) -> list[int]:
@@ -118,7 +118,7 @@ class Statistics:
         """(accepted, judged) per draft position. A position after the first wrong one is never judged (censored)."""
         counts: list[tuple[int, int]] = []
         for r in self.rounds:
-            for position in range(min(r.num_accepted + 1, r.num_drafted)):
+            for position in range(r.num_accepted + ("corrected" in r.origins)):  # not behind an end token either
                 if position == len(counts):
                     counts.append((0, 0))
                 accepted, judged = counts[position]

@@ -196,7 +196,7 @@ def hub_folder(name: str) -> Path:
 def build_pair(names: Sequence[str], folders: Sequence[Path], reason: str) -> Pair:
     """Open the checkpoints and check that they belong together."""
     tokenizer = load_tokenizer(names[0], folders[0])
-    target, *drafts = [open_checkpoint(name, folder, tokenizer) for name, folder in zip(names, folders)]
+    target, *drafts = [open_checkpoint(name, folder, tokenizer) for name, folder in zip(names, folders, strict=True)]
     warnings = [] if tokenizer.chat_template else [f"{names[0]} has no chat template; prompts are used as they are"]
     for draft in drafts:
         check_shared_tokenizer(target, draft, tokenizer)

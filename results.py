@@ -49,9 +49,10 @@ def scikit_learn() -> str | None:
         return None
 
 
-def header(args: argparse.Namespace, pair: Pair, **extra: Any) -> dict[str, Any]:
-    """The first row: everything needed to run it again and to judge it."""
+def header(args: argparse.Namespace, pair: Pair | None, **extra: Any) -> dict[str, Any]:
+    """The first row: everything needed to run it again and to judge it. pair: None where no models are loaded."""
     device = getattr(args, "device", torch.device("cpu"))
+    target, draft = (pair.target, pair.draft) if pair else (None, None)
     return {
         "type": "header", "script": Path(sys.argv[0]).name,
         "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -60,8 +61,8 @@ def header(args: argparse.Namespace, pair: Pair, **extra: Any) -> dict[str, Any]
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
         "dtype": str(getattr(args, "dtype", torch.bfloat16)).removeprefix("torch."),
-        "target": pair.target.name, "target_digest": pair.target.digest,
-        "draft": pair.draft.name if pair.draft else None, "draft_digest": pair.draft.digest if pair.draft else None,
+        "target": target.name if target else None, "target_digest": target.digest if target else None,
+        "draft": draft.name if draft else None, "draft_digest": draft.digest if draft else None,
         "versions": {name: metadata.version(name) for name in LIBRARIES} | {"python": platform.python_version(),
                                                                             "scikit-learn": scikit_learn()},
         "seed": getattr(args, "seed", None), **extra,
@@ -74,19 +75,22 @@ class Writer:
     def __init__(self, path: Path, header_row: dict[str, Any], append: bool = False) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not append:
+        if path.is_file() and not append:  # /dev/stdout and the like stay where they are
             aside = path.parent / "older" / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"
             aside.parent.mkdir(exist_ok=True)
             path.rename(aside)
-        fresh = not path.exists()
-        self._file = path.open("a", encoding="utf-8")
+        fresh = not path.is_file()
+        self._file = path.open("a", encoding="utf-8", errors="replace")
         if fresh:
             self.write(header_row)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; it is on its way to the disk when this returns."""
-        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         self._file.close()

@@ -7,6 +7,7 @@ this machine (`verify.py --shapes`), or a single fixed one, which is exact by co
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Widths:
         known = sorted(self.seconds)
         if rows <= known[0]:
             return self.seconds[known[0]]
-        for low, high in zip(known, known[1:], strict=False):
+        for low, high in itertools.pairwise(known):
             if rows <= high:
                 share = (rows - low) / (high - low)
                 return self.seconds[low] * (1 - share) + self.seconds[high] * share

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -97,15 +98,19 @@ class SpeculativeDecoder:
         self._calls = 0
 
     def generate(self, prompt: Sequence[int], config: GenerationConfig | None = None) -> Generation:
-        """Start a generation. Raises ValueError for an empty prompt or one that leaves the target no room."""
+        """Start a generation. Raises ValueError for an empty prompt, several, or one that leaves the target no room."""
         config = config or GenerationConfig()
-        if not prompt:
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise ValueError("the prompt is not a sequence of token ids; give one prompt at a time") from None
+        if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
-        if len(prompt) >= self.target.max_length and config.max_new_tokens:
-            raise ValueError(f"the prompt has {len(prompt)} tokens and the target's context ends at "
+        if len(tokens) >= self.target.max_length and config.max_new_tokens:
+            raise ValueError(f"the prompt has {len(tokens)} tokens and the target's context ends at "
                              f"{self.target.max_length}; shorten it")
         statistics = Statistics()
-        return Generation(self._rounds(list(prompt), config, statistics), statistics)
+        return Generation(self._rounds(tokens, config, statistics), statistics)
 
     def _policy(self, config: GenerationConfig) -> Policy:
         if self.policy is not None:
@@ -242,11 +247,11 @@ class SpeculativeDecoder:
         """Coupled acceptance: the target's own choices (K+1, V) -> as long as the draft made the same, and one more."""
         if chooser.plain:
             peaks, choices = logits[:, :self.vocab_size].max(dim=-1)
-            if not bool(peaks.isfinite().all()):
-                raise LogitsError("the logits hold NaN or infinity, so no token can be chosen: run the model in bf16 or "
-                                  "fp32 (float16 overflows), or check its weights")
             own = choices.tolist()
             num_accepted = next((i for i, token in enumerate(drafted) if own[i] != token), len(drafted))
+            if not bool(peaks[:num_accepted + 1].isfinite().all()):  # what follows a wrong token is nobody's business
+                raise LogitsError("the logits hold NaN or infinity, so no token can be chosen: run the model in bf16 or "
+                                  "fp32 (float16 overflows), or check its weights")
             return own[:num_accepted + 1]
         emitted: list[int] = []
         for row in range(len(drafted) + 1):

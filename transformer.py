@@ -20,7 +20,8 @@ from layers import TorchLinear, attend, rms_norm, rotate
 from quantize import QuantizedWeight, quantize
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
-WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16, "int8": 8, "int4": 4}
+WEIGHTS: dict[str, torch.dtype | int] = {
+    "bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16, "int8": 8, "int4": 4}
 PREFILL_ROWS = 512  # rows of a prefill pass; bounds the working memory at any prompt length
 
 

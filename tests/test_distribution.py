@@ -1,0 +1,237 @@
+"""The statistics behind `run_sampling.py --check`, its power, and the exit codes of its three modes."""
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats  # type: ignore[import-untyped]
+
+import distribution
+import run_sampling
+from distribution import (
+    CELLS,
+    CONTROL,
+    Cell,
+    TableModel,
+    Tally,
+    cell,
+    chi_square,
+    count,
+    exact,
+    holm,
+    judge,
+    merged,
+    two_sample,
+)
+from drafters import ModelDrafter
+
+STRONG = replace(CONTROL, sampling=replace(CONTROL.sampling, temperature=4.0), vocab_size=4)  # noticed after few draws
+HONEST = replace(STRONG, misrecorded=False)
+
+
+def test_survival_agrees_with_scipy() -> None:
+    """Caught: the lower gamma function instead of the upper, or half the degrees; p would be 1 - p, or too small."""
+    for degrees, statistic in itertools.product((1, 2, 7, 100, 1300), (0.0, 0.5, 3.0, 90.0, 1400.0)):
+        wanted = stats.chi2.sf(statistic, degrees)
+        assert distribution.survival(statistic, degrees) == pytest.approx(wanted, rel=1e-9, abs=1e-300)
+
+
+def test_chi_square_agrees_with_scipy_where_nothing_is_rare() -> None:
+    """Caught: degrees of freedom counted as the number of outcomes."""
+    observed, probs = torch.tensor([40, 35, 25]), torch.tensor([0.5, 0.3, 0.2])
+    wanted = stats.chisquare(observed.numpy(), (probs.double() * 100).numpy(), sum_check=False)
+    fit = chi_square(observed, probs)
+    assert (fit.statistic, fit.p) == pytest.approx((wanted.statistic, wanted.pvalue), rel=1e-6)
+
+
+def test_two_samples_agree_with_scipy_where_nothing_is_rare() -> None:
+    """Caught: expecting each histogram to be the other one, which doubles the weight of chance."""
+    first, second = Counter({7: 30, 2: 50, 900: 20}), Counter({7: 60, 2: 70, 900: 70})
+    wanted = stats.chi2_contingency([[50, 30, 20], [70, 60, 70]], correction=False)
+    fit = two_sample(first, second)
+    assert (fit.statistic, fit.degrees, fit.p) == pytest.approx((wanted.statistic, wanted.dof, wanted.pvalue))
+    with pytest.raises(ValueError, match="always the same token"):
+        two_sample(Counter({7: 100}), Counter({7: 100}))
+
+
+def test_rare_outcomes_are_merged_and_impossible_ones_never_excused() -> None:
+    """Caught: a token that top-k had dropped was merged with likely ones, and its coming up passed as chance."""
+    expected = torch.tensor([0.0, 1.0, 30.0, 2.0, 2.5, 0.1, 60.0, 4.4])
+    groups = merged(expected)
+    assert (distribution.grouped(expected, groups) >= 5).all()
+    assert int(groups.max()) + 1 == 4
+    probs = torch.tensor([0.5, 0.5, 0.0])
+    assert chi_square(torch.tensor([50, 50, 0]), probs).p == 1
+    assert chi_square(torch.tensor([50, 49, 1]), probs).p == 0
+    with pytest.raises(ValueError, match="too few draws"):
+        chi_square(torch.tensor([1, 1, 0]), probs)
+
+
+def test_p_values_are_uniform_where_the_probabilities_are_right() -> None:
+    """Caught: groups chosen by what was observed, or kept below 5, which makes p too small or too large on average."""
+    probs = exact(cell("skewed", temperature=0.7)).flatten()
+    generator = torch.Generator().manual_seed(1)
+    p_values = [chi_square(torch.bincount(torch.multinomial(probs, 2000, True, generator=generator), minlength=len(probs)),
+                           probs).p for _ in range(200)]
+    assert stats.kstest(p_values, "uniform").pvalue > 0.01
+
+
+def test_holm_corrects_step_by_step() -> None:
+    """Caught: adjusted values that were not monotonic, so that a larger p was rejected and a smaller one was not."""
+    assert holm([0.01, 0.04, 0.03, 0.9]) == pytest.approx([0.04, 0.09, 0.09, 0.9])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+
+
+def test_exact_probabilities_are_a_distribution_and_end_at_the_end_token() -> None:
+    """Caught: sequences that go on after the end token, so that the rest was compared with the wrong table."""
+    ending = exact(cell("ends", end_token=3, vocab_size=5))
+    assert float(ending.sum()) == pytest.approx(1)
+    assert float(ending[3].sum()) == pytest.approx(float(ending[3, 3, 3, 3]))
+    free = exact(cell("free", vocab_size=5))
+    table = distribution.tables(5)[0].double()
+    by_hand = 1.0
+    for before, last, token in zip((3, 0, 2, 1), (0, 2, 1, 4), (2, 1, 4, 4), strict=True):
+        by_hand *= float(table[before, last].softmax(-1)[token])
+    assert float(free[2, 1, 4, 4]) == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_a_table_model_sees_only_what_the_mask_shows() -> None:
+    """Caught: a sibling's row computed after its neighbour in the pass instead of its parent in the chain."""
+    table = torch.arange(64.0).view(4, 4, 4)
+    model = TableModel(table)
+    model.prefill(torch.tensor([0, 1, 2]))
+    visible = torch.ones(4, 4, dtype=torch.bool).tril_()
+    visible[3] = torch.tensor([True, False, False, True])  # a sibling that competes with the first draft token
+    logits = model.forward(torch.tensor([3, 1, 2, 2]), torch.tensor([3, 4, 5, 4]), visible)
+    assert torch.equal(logits, table[[2, 3, 1, 3], [3, 1, 2, 2]])
+    model.crop(2)
+    assert torch.equal(model.forward(torch.tensor([3])), table[1, 3].unsqueeze(0))
+
+
+def test_outcomes_do_not_depend_on_how_the_work_is_divided() -> None:
+    """Caught: state of one generation leaking into the next, so that counts depended on chunks and processes."""
+    for tested in (CELLS[3], CELLS[10]):
+        halves = Tally()
+        for generations in (range(15), range(15, 40)):
+            halves += count(tested, generations)
+        assert halves == count(tested, range(40))
+
+
+def test_every_cell_speculates() -> None:
+    """Caught: settings under which nothing was drafted or accepted, so that a cell passed without testing anything."""
+    for tested in CELLS:
+        tally = count(tested, range(60))
+        assert 0 < tally.accepted < tally.drafted, tested.name
+        assert tally.suggestions > 0 or tested.drafter == "lookup", tested.name
+        tally.counts(tested.vocab_size)
+
+
+def drop_what_looks_wrong(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    """The old mistake of adapted K: the token that ends the draft is itself thrown away because it is unlikely."""
+    propose = ModelDrafter.propose
+
+    def dropping(self, *args, **kwargs):
+        proposal = propose(self, *args, **kwargs)
+        if proposal.confidences and proposal.confidences[-1] < 0.4:
+            for column in ("tokens", "confidences", "chances", "draft_probs", "alternatives"):
+                getattr(proposal, column).pop()
+        return proposal
+
+    monkeypatch.setattr(ModelDrafter, "propose", dropping)
+    return replace(HONEST, num_speculative_tokens=1)
+
+
+def recover_from_the_target(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    """The recovered token drawn from the target's distribution instead of the residual."""
+    monkeypatch.setattr("spec_decode.residual", lambda target_probs, draft_probs: target_probs)
+    return HONEST
+
+
+def repeat_the_noise(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    """The same Gumbel noise at two positions: each token alone is distributed as it should be, two together are not."""
+    noise = distribution.probabilities.__globals__["gumbel_noise"]
+    monkeypatch.setattr("drafters.gumbel_noise", lambda seed, position, size: noise(seed, position // 2, size))
+    return replace(HONEST, sampling=replace(HONEST.sampling, coupling="gumbel"))
+
+
+def misrecord(_: pytest.MonkeyPatch) -> Cell:
+    """The control of --check itself."""
+    return STRONG
+
+
+@pytest.mark.parametrize("mutation", [drop_what_looks_wrong, recover_from_the_target, repeat_the_noise, misrecord])
+def test_known_mistakes_are_noticed(mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a check that cannot fail. Each of these mistakes is rejected after few draws."""
+    broken = mutation(monkeypatch)
+    [finding] = judge(broken, count(broken, range(800)))
+    assert finding.fit.p < 1e-6
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def small_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Run --check on two given cells, in this process; exit code and rows."""
+
+    def run(tested: Cell, control: Cell) -> tuple[int, list[dict]]:
+        monkeypatch.setattr(run_sampling, "CELLS", (tested,))
+        monkeypatch.setattr(run_sampling, "CONTROL", control)
+        code = run_sampling.main(["--check", "--draws", "800", "--threads", "1", "--output", str(tmp_path / "check.jsonl")])
+        return code, rows_of(tmp_path / "check.jsonl")
+
+    return run
+
+
+def test_the_exit_code_of_the_check(small_check) -> None:
+    """Caught: an exit code of 0 when a cell was off, or when the control had gone unnoticed."""
+    code, rows = small_check(HONEST, STRONG)
+    assert (code, [row["type"] for row in rows]) == (0, ["header", "cell", "control"])
+    assert rows[1]["p_adjusted"] > 1e-3 > 1e-6 > rows[2]["p"]
+    assert small_check(HONEST, HONEST)[0] == 1
+    assert small_check(replace(STRONG, name="off"), STRONG)[0] == 1
+
+
+TINY = ["--pair", "tiny", "--threads", "1", "--output"]
+
+
+def test_both_couplings_beside_plain_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Caught: a coupled output that was not plain sampling's went unreported, or rows that lacked a variant."""
+    arguments = ["--limit", "2", "--max-new-tokens", "12", "-K", "3", *TINY, str(tmp_path / "s.jsonl")]
+    assert run_sampling.main(arguments) == 0
+    rows = rows_of(tmp_path / "s.jsonl")[1:]
+    assert [row["variant"] for row in rows] == ["plain", "gumbel", "rejection"] * 2
+    assert [row["same_as_plain"] for row in rows] == [None, True, None] * 2
+    assert all(row["drafted"] for row in rows if row["variant"] != "plain")
+    assert "2/2" in capsys.readouterr().out
+    monkeypatch.setattr(run_sampling, "variant_config", other_seeds(run_sampling.variant_config))
+    assert run_sampling.main([*arguments, "--coupling", "gumbel"]) == 1
+    assert [row["variant"] for row in rows_of(tmp_path / "s.jsonl")[1:]] == ["plain", "gumbel"] * 2
+
+
+def other_seeds(variant_config):
+    """Configurations in which plain sampling has another seed and temperature than the rest."""
+
+    def changed(args, pair, sampling, name, **settings):
+        if name == "plain":
+            sampling = replace(sampling, seed=sampling.seed + 1000, temperature=0.05)
+        return variant_config(args, pair, sampling, name, **settings)
+
+    return changed
+
+
+def test_the_exit_code_of_the_two_sample_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a test of the pair in which nothing was drafted, or one that another temperature passed."""
+    arguments = ["--two-sample", "--draws", "50", *TINY, str(tmp_path / "t.jsonl")]
+    assert run_sampling.main(arguments) == 0
+    rows = rows_of(tmp_path / "t.jsonl")[1:]
+    assert [(row["variant"], row["drafted"] > 0) for row in rows] == [("plain", False), ("gumbel", True), ("rejection", True)]
+    with pytest.raises(ValueError, match="nothing was drafted"):
+        run_sampling.main([*arguments, "--drafter", "none"])
+    monkeypatch.setattr(run_sampling, "variant_config", other_seeds(run_sampling.variant_config))
+    assert run_sampling.main(arguments) == 1
