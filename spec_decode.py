@@ -144,6 +144,7 @@ class SpeculativeDecoder:
             start = time.perf_counter()
             if drafter is not None and len(statistics.rounds) == 1:
                 drafter.begin(prompt, end + self.widths.fit(1) + MAX_SIBLINGS)
+            begun = time.perf_counter()  # the draft's prefill is no part of what a round costs
             proposal = Proposal()
             if drafter is not None:
                 limit = min(policy.limit(), end - len(tokens) - 1)
@@ -156,7 +157,8 @@ class SpeculativeDecoder:
                 drafter.settle(proposal, this_round.num_accepted, tokens)
             this_round.seconds = time.perf_counter() - start
             learned = proposal.confidences if proposal.source == "model" else []
-            policy.observe(len(proposal.tokens), learned, this_round.num_accepted, len(this_round.tokens), this_round.seconds)
+            policy.observe(len(proposal.tokens), learned, this_round.num_accepted, len(this_round.tokens),
+                           this_round.seconds - (begun - start))
 
     @staticmethod
     def _note_context(proposal: Proposal, drafter: Drafter, statistics: Statistics) -> None:
@@ -173,7 +175,7 @@ class SpeculativeDecoder:
         token = self._choose(logits[-1:], tokens, [], chooser)[0]
         result = Round([token], ["prefill"], width=len(tokens), digests=_digests(logits[-1:], config))
         if config.details:
-            result.details = [_detail(token, logits[-1], tokens, chooser, None)]
+            result.details = [_detail(token, logits[-1], chooser, None)]
         tokens.append(token)
         result.verify_seconds = result.seconds = time.perf_counter() - start
         return result
@@ -195,8 +197,8 @@ class SpeculativeDecoder:
                        proposal.suggested, len(done.siblings), width=done.width, stopped=proposal.stopped,
                        digests=_digests(chain[:len(emitted)], config))
         if config.details:
-            result.details = [_detail(token, chain[i], tokens + emitted[:i], chooser, proposal if i < len(drafted) else None, i)
-                              for i, token in enumerate(emitted)]
+            sources = [proposal] * len(drafted) + [None]
+            result.details = [_detail(token, chain[i], chooser, sources[i], i) for i, token in enumerate(emitted)]
         suggestion = None
         hits = [i for i, sibling in enumerate(done.siblings) if sibling == (num_accepted + 1, emitted[-1])]
         tokens.extend(emitted)
@@ -304,8 +306,7 @@ def _digests(logits: Tensor, config: GenerationConfig) -> list[str]:
     return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=8).hexdigest() for row in logits.contiguous()]
 
 
-def _detail(token: int, logits: Tensor, tokens: Sequence[int], chooser: Chooser, proposal: Proposal | None,
-            index: int = 0) -> dict[str, Any]:
+def _detail(token: int, logits: Tensor, chooser: Chooser, proposal: Proposal | None, index: int = 0) -> dict[str, Any]:
     """What a trace shows of one token: the target's and the draft's probability and the target's top alternatives."""
     probs = logits[:chooser.vocab_size].float().softmax(-1)
     values, ids = probs.topk(min(4, len(probs)))

@@ -3,8 +3,10 @@
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +29,13 @@ from distribution import (
     merged,
     two_sample,
 )
-from drafters import ModelDrafter
+from drafters import ModelDrafter, Proposal
+from sampling import SamplingParams
+from spec_decode import GenerationConfig
 
 STRONG = replace(CONTROL, sampling=replace(CONTROL.sampling, temperature=4.0), vocab_size=4)  # noticed after few draws
 HONEST = replace(STRONG, misrecorded=False)
+SmallCheck = Callable[[Cell, Cell], tuple[int, list[dict[str, Any]]]]
 
 
 def test_survival_agrees_with_scipy() -> None:
@@ -63,7 +68,7 @@ def test_rare_outcomes_are_merged_and_impossible_ones_never_excused() -> None:
     expected = torch.tensor([0.0, 1.0, 30.0, 2.0, 2.5, 0.1, 60.0, 4.4])
     groups = merged(expected)
     assert (distribution.grouped(expected, groups) >= 5).all()
-    assert int(groups.max()) + 1 == 4
+    assert groups.tolist() == [0, 0, 1, 0, 0, 0, 2, 1]
     probs = torch.tensor([0.5, 0.5, 0.0])
     assert chi_square(torch.tensor([50, 50, 0]), probs).p == 1
     assert chi_square(torch.tensor([50, 49, 1]), probs).p == 0
@@ -134,7 +139,7 @@ def drop_what_looks_wrong(monkeypatch: pytest.MonkeyPatch) -> Cell:
     """The old mistake of adapted K: the token that ends the draft is itself thrown away because it is unlikely."""
     propose = ModelDrafter.propose
 
-    def dropping(self, *args, **kwargs):
+    def dropping(self: ModelDrafter, *args: Any, **kwargs: Any) -> Proposal:
         proposal = propose(self, *args, **kwargs)
         if proposal.confidences and proposal.confidences[-1] < 0.4:
             for column in ("tokens", "confidences", "chances", "draft_probs", "alternatives"):
@@ -164,22 +169,22 @@ def misrecord(_: pytest.MonkeyPatch) -> Cell:
 
 
 @pytest.mark.parametrize("mutation", [drop_what_looks_wrong, recover_from_the_target, repeat_the_noise, misrecord])
-def test_known_mistakes_are_noticed(mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_mistakes_are_noticed(mutation: Callable[[pytest.MonkeyPatch], Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a check that cannot fail. Each of these mistakes is rejected after few draws."""
     broken = mutation(monkeypatch)
     [finding] = judge(broken, count(broken, range(800)))
     assert finding.fit.p < 1e-6
 
 
-def rows_of(path: Path) -> list[dict]:
+def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
-def small_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def small_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SmallCheck:
     """Run --check on two given cells, in this process; exit code and rows."""
 
-    def run(tested: Cell, control: Cell) -> tuple[int, list[dict]]:
+    def run(tested: Cell, control: Cell) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(run_sampling, "CELLS", (tested,))
         monkeypatch.setattr(run_sampling, "CONTROL", control)
         code = run_sampling.main(["--check", "--draws", "800", "--threads", "1", "--output", str(tmp_path / "check.jsonl")])
@@ -188,7 +193,7 @@ def small_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return run
 
 
-def test_the_exit_code_of_the_check(small_check) -> None:
+def test_the_exit_code_of_the_check(small_check: SmallCheck) -> None:
     """Caught: an exit code of 0 when a cell was off, or when the control had gone unnoticed."""
     code, rows = small_check(HONEST, STRONG)
     assert (code, [row["type"] for row in rows]) == (0, ["header", "cell", "control"])
@@ -200,7 +205,8 @@ def test_the_exit_code_of_the_check(small_check) -> None:
 TINY = ["--pair", "tiny", "--threads", "1", "--output"]
 
 
-def test_both_couplings_beside_plain_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_both_couplings_beside_plain_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
     """Caught: a coupled output that was not plain sampling's went unreported, or rows that lacked a variant."""
     arguments = ["--limit", "2", "--max-new-tokens", "12", "-K", "3", *TINY, str(tmp_path / "s.jsonl")]
     assert run_sampling.main(arguments) == 0
@@ -214,10 +220,10 @@ def test_both_couplings_beside_plain_sampling(tmp_path: Path, monkeypatch: pytes
     assert [row["variant"] for row in rows_of(tmp_path / "s.jsonl")[1:]] == ["plain", "gumbel"] * 2
 
 
-def other_seeds(variant_config):
+def other_seeds(variant_config: Callable[..., GenerationConfig]) -> Callable[..., GenerationConfig]:
     """Configurations in which plain sampling has another seed and temperature than the rest."""
 
-    def changed(args, pair, sampling, name, **settings):
+    def changed(args: Any, pair: Any, sampling: SamplingParams, name: str, **settings: Any) -> GenerationConfig:
         if name == "plain":
             sampling = replace(sampling, seed=sampling.seed + 1000, temperature=0.05)
         return variant_config(args, pair, sampling, name, **settings)
