@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -211,9 +212,10 @@ def earlier(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
         if old.get(name) != header[name]:
             raise ValueError(f"{path} cannot be resumed: its {name} is {old.get(name)!r}, now it is {header[name]!r}; "
                              "run without --resume (the old file is kept) or with another --output")
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):  # the last line was cut off
-        path.write_bytes(content[:content.rfind(b"\n") + 1])
+    rows = [row for row in rows if row["type"] != "summary"]  # a new one will follow
+    mended = path.with_suffix(".part")  # without half a row at its end either
+    mended.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [old, *rows]), "utf-8")
+    os.replace(mended, path)
     return rows
 
 

@@ -54,9 +54,12 @@ def ratios(rows: Sequence[Row]) -> dict[str, Interval | None]:
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """The object that benchmark.py prints last."""
     categories = sorted({row["category"] for row in rows})
-    return {**ratios(rows), "categories": {name: ratios([r for r in rows if r["category"] == name]) for name in categories},
-            "first_token_ratio_vs_hf_assisted": ratio(rows, OF, "hf-assisted", "first_token_seconds"),
-            "differences": sum(is_different(row) for row in rows), "runs": len(rows)}
+    found = {**ratios(rows), "categories": {name: ratios([r for r in rows if r["category"] == name]) for name in categories},
+             "first_token_ratio_vs_hf_assisted": ratio(rows, OF, "hf-assisted", "first_token_seconds"),
+             "differences": sum(is_different(row) for row in rows), "runs": len(rows)}
+    if (sampled := ratio(rows, "rejection", "hf-greedy")) is not None:
+        found["rejection_ratio_vs_hf_greedy"] = sampled
+    return found
 
 
 # ---- the table ----

@@ -397,10 +397,10 @@ def test_the_callers_state_is_left_alone() -> None:
 
 def test_the_policy_does_not_see_the_drafts_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: seconds of reading a long prompt in the first round's rate, which then drafted too much for 20 rounds."""
-    drafter, policy, seen = ModelDrafter(ScriptedModel(DRAFT)), FixedK(3, NARROW), list[float]()
+    drafter, policy, seen = ModelDrafter(ScriptedModel(DRAFT)), FixedK(3, Widths.fixed(4)), list[float]()
     monkeypatch.setattr(drafter, "begin", lambda *args: (time.sleep(0.5), ModelDrafter.begin(drafter, *args)))
     monkeypatch.setattr(policy, "observe", lambda *args: seen.append(args[-1]))
-    statistics = run(engine(ScriptedModel(TARGET), drafter, 8, policy=policy), PROMPT, 12, 3)
+    statistics = run(engine(ScriptedModel(TARGET), drafter, 8, widths=policy.widths, policy=policy), PROMPT, 12, 3)
     assert statistics.draft_seconds >= 0.5 and statistics.rounds[1].seconds - seen[0] >= 0.5
 
 
