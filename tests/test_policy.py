@@ -66,7 +66,8 @@ def test_every_policy_starts_anew_in_each_call() -> None:
 
 def test_dynamic_k_keeps_to_its_bounds() -> None:
     """Caught: more rows than the largest proven width, or no bound at all when everything is accepted."""
-    for widths, most in ((FLAT, 15), (Widths({2: 1, 4: 1}, any_width=False), 3), (Widths({1: 1.0, 64: 1.0}), 15), (Widths.fixed(), 7)):
+    for widths, most in ((FLAT, 15), (Widths({2: 1, 4: 1}, any_width=False), 3), (Widths({1: 1.0, 64: 1.0}), 15),
+                         (Widths.fixed(), 7)):
         policy = DynamicK(widths)
         for _ in range(100):
             num = draft(policy, 1.0, 1e-9)
