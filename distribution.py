@@ -97,6 +97,7 @@ class Cell:
     max_new_tokens: int = 8  # more than LENGTH, so that K is not cut where we look
     end_token: int | None = None
     fixed_width: bool = False  # every pass padded to 8 rows
+    noise: float = 0.8  # how far the draft's logits are from the target's
     misrecorded: bool = False
 
 
@@ -167,16 +168,16 @@ class Finding:
 # ---- the loop under test ----
 
 
-def tables(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Logits of target (V, V, V) and draft (V, V, V + PADDING), related as those of a good draft."""
+def tables(vocab_size: int, noise: float) -> tuple[Tensor, Tensor]:
+    """Logits of target (V, V, V) and draft (V, V, V + PADDING), after the last two tokens."""
     generator = torch.Generator().manual_seed(vocab_size)
     target, other = torch.randn(2, vocab_size, vocab_size, vocab_size, generator=generator)
     padding = torch.full((vocab_size, vocab_size, PADDING), 9.0)
-    return 1.5 * target, torch.cat([target + 0.8 * other, padding], -1)
+    return 1.5 * target, torch.cat([target + noise * other, padding], -1)
 
 
 def engine_of(cell: Cell) -> SpeculativeDecoder:
-    target, draft = tables(cell.vocab_size)
+    target, draft = tables(cell.vocab_size, cell.noise)
     model = (MisrecordingDrafter if cell.misrecorded else ModelDrafter)(TableModel(draft))
     drafters: Mapping[str, Drafter] = {
         "model": model, "lookup": LookupDrafter(), "both": CombinedDrafter(model, LookupDrafter())}
@@ -209,7 +210,7 @@ def count(cell: Cell, generations: range) -> Tally:
 
 def exact(cell: Cell) -> Tensor:
     """The probability of every LENGTH tokens, by enumeration of their prefixes. (V,) * LENGTH, fp64"""
-    table, size, joint = tables(cell.vocab_size)[0], cell.vocab_size, torch.ones((), dtype=torch.float64)
+    table, size, joint = tables(cell.vocab_size, cell.noise)[0], cell.vocab_size, torch.ones((), dtype=torch.float64)
     for length in range(LENGTH):
         rows = []
         for prefix in itertools.product(range(size), repeat=length):

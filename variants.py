@@ -183,6 +183,7 @@ class HuggingFace:
     def __init__(self, pair: Pair, args: argparse.Namespace) -> None:
         self.pair, self.args, self.sampling = pair, args, sampling_from(args)
         transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         self.target = self._load(pair.target)
         self._assistant: Any = None
 

@@ -19,7 +19,6 @@ from spec_decode import GenerationConfig, SpeculativeDecoder
 from transformer import Decoder
 
 Script = Callable[[Sequence[int]], Tensor]  # ids so far -> logits of the next (V,)
-torch.set_num_threads(1)  # the models here are tiny: threads would only wait for each other
 NARROW = Widths({2: 1.0, 4: 1.0, 8: 1.0}, any_width=False)
 
 

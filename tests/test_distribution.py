@@ -97,7 +97,7 @@ def test_exact_probabilities_are_a_distribution_and_end_at_the_end_token() -> No
     assert float(ending.sum()) == pytest.approx(1)
     assert float(ending[3].sum()) == pytest.approx(float(ending[3, 3, 3, 3]))
     free = exact(cell("free", vocab_size=5))
-    table = distribution.tables(5)[0].double()
+    table = distribution.tables(5, 0.0)[0].double()
     by_hand = 1.0
     for before, last, token in zip((3, 0, 2, 1), (0, 2, 1, 4), (2, 1, 4, 4), strict=True):
         by_hand *= float(table[before, last].softmax(-1)[token])
