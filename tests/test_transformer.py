@@ -88,17 +88,22 @@ def test_bf16_logits_are_those_of_bf16_weights(backend: str) -> None:
     made = ours("qwen2", False, backend, "bf16")
     assert made.cache.keys.dtype == torch.bfloat16
     found, wanted = made.prefill(IDS[:60], num_logits=60), exact.prefill(IDS[:60], num_logits=60)
-    assert float((found - wanted).norm() / wanted.norm()) < (0.01 if backend == "native" else 0.03)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.03
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("weights", "share"), [("int8", 0.05), ("int4", 0.4)])
-def test_quantised_decoders_stay_near(weights: str, share: float, backend: str) -> None:
+@pytest.mark.parametrize(("weights", "share"), [("int8", 0.36), ("int4", 0.28)])
+def test_quantised_decoders_are_those_of_the_restored_weights(weights: str, share: float, backend: str) -> None:
     """Caught: an embedding read with the head's nibble order, or scales of the wrong layer."""
-    found = ours("qwen2", True, backend, weights).prefill(IDS[:60], num_logits=60)
-    expected = reference("qwen2", True)[1][:60]
-    assert float((found - expected).norm() / expected.norm()) < share
-    assert ours("qwen2", True, backend, weights).weight_bytes < ours("qwen2", True, backend).weight_bytes * 0.45
+    model, _ = reference("qwen2", True)
+    restored = {name: quantize(tensor, int(weights[3])).dequantize() if tensor.dim() == 2 else tensor
+                for name, tensor in model.state_dict().items()}
+    exact = Decoder(DecoderConfig.from_hf(model.config), restored, weights="fp32", backend=backend)
+    exact.reserve(640)
+    made = ours("qwen2", True, backend, weights)
+    found, expected = made.prefill(IDS[:60], num_logits=60), exact.prefill(IDS[:60], num_logits=60)
+    assert float((found - expected).norm() / expected.norm()) < 0.06  # native: inputs in int8; torch: in bf16
+    assert made.weight_bytes < ours("qwen2", True, "native").weight_bytes * share or backend == "torch"
 
 
 def test_a_quantised_embedding_restores_the_rows() -> None:
@@ -155,7 +160,7 @@ def test_siblings_leave_the_chain_alone_and_are_right_themselves(weights: str, b
     for row, (depth, token) in enumerate(siblings, start=4):
         made.cache.crop(50)
         alone = made.forward(torch.tensor([*chain[:depth], token]))[-1]
-        assert torch.equal(logits[row], alone) if backend == "native" else torch.allclose(logits[row], alone, atol=1e-4)
+        assert relative(logits[row], alone) < 1e-3, "near, not equal: it is a draft, and its slot is another"
         assert not torch.allclose(logits[row], expected[depth], atol=1e-2), "the control: it is another text"
 
 
