@@ -153,9 +153,11 @@ def step_time(found: Findings) -> Figure:
     for row in steps:
         groups[row["model"], row["weights"], row["backend"]].append(row)
     figure, axes = new("Time of a pass by its width", found.caption("card"), height=5.4)
-    for (key, rows), look in zip(sorted(groups.items(), reverse=True), LINES * 9, strict=False):
-        step_line(axes, key, sorted(rows, key=lambda row: row["width"]), look, proven)
-        if machine:
+    order = sorted(groups, key=lambda key: (key[0] != "target", key[2] == "transformers", key))
+    for key, look in zip(order, LINES * 9, strict=False):
+        rows = sorted(groups[key], key=lambda row: row["width"])
+        step_line(axes, key, rows, look, proven)
+        if machine and len(rows) > 1:
             floor = 1000 * rows[0]["bytes"] / machine[0]["read_gbps"] / 1e9
             axes.axhline(floor, color=look["color"], linewidth=0.9, linestyle=(0, (1, 2)))
     marks = ("filled: target widths proven to give the same bits (a draft needs no proof)" if proven

@@ -106,7 +106,7 @@ def cell(name: str, *, temperature: float = 1.0, coupling: Any = "rejection", to
     return Cell(name, SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, 0, coupling), **settings)
 
 
-CONTROL = cell("control: proposals recorded before temperature", temperature=1.3, misrecorded=True)
+CONTROL = cell("control: proposals recorded before temperature", temperature=0.5, misrecorded=True)
 CELLS = tuple(replace(c, sampling=replace(c.sampling, seed=number * SEEDS_PER_CELL)) for number, c in enumerate((
     cell("K = 1, V = 5", temperature=0.7, num_speculative_tokens=1, vocab_size=5),
     cell("K = 3", temperature=1.3),

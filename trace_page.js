@@ -24,7 +24,8 @@ function make(tag, className, ...children) {  // children that are not elements 
   made.append(...children.map((child) => child instanceof Node ? child : String(child ?? "")));
   return made;
 }
-const visible = (text) => String(text ?? "").replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍") || "∅";
+const picture = (character) => character === "\n" ? "↵" : character === "\t" ? "⇥" : String.fromCharCode(0x2400 + character.charCodeAt(0));
+const visible = (text) => String(text ?? "").replace(/[\x00-\x1f]/g, picture) || "∅";
 
 const tokens = [];  // {token, round, element, first}
 const columns = [];

@@ -108,6 +108,13 @@ class QuantizedEmbedding:
         return QuantizedWeight(values, self.scales[index], self.minimums[index], self.bits, self.group).dequantize()
 
 
+def required(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor of the checkpoint. Raises UnsupportedModel where it is missing."""
+    if name not in tensors:
+        raise UnsupportedModel(f"the checkpoint has no tensor '{name}'; it is incomplete or of another architecture")
+    return tensors[name]
+
+
 class Decoder:
     """A decoder with its KV cache.
 
@@ -154,10 +161,9 @@ class Decoder:
 
     def _linear(self, tensors: Mapping[str, Tensor], *names: str) -> LinearLayer:
         """One layer from the concatenated rows of several."""
-        weight = torch.cat([tensors[f"{name}.weight"] for name in names]) if len(names) > 1 else tensors[f"{names[0]}.weight"]
+        weights = [required(tensors, f"{name}.weight") for name in names]
         biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
-        bias = torch.cat(biases) if biases else None
-        return self._pack(weight, bias)
+        return self._pack(torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(biases) if biases else None)
 
     def _pack(self, weight: Tensor, bias: Tensor | None = None) -> LinearLayer:
         kind = WEIGHTS[self.weights]
@@ -171,10 +177,7 @@ class Decoder:
             return tensors[name].to(self.device, torch.float32).contiguous() if name in tensors else None
 
         def norm(name: str) -> Tensor:
-            loaded = vector(name)
-            if loaded is None:
-                raise UnsupportedModel(f"the checkpoint has no tensor '{name}'; it is incomplete or of another architecture")
-            return loaded
+            return required(tensors, name).to(self.device, torch.float32).contiguous()
 
         self.layers: list[Layer] = []
         for index in range(self.config.layers):
@@ -189,7 +192,7 @@ class Decoder:
                 mlp_norm=norm(prefix + "post_attention_layernorm.weight"),
                 q_norm=vector(attention + "q_norm.weight"), k_norm=vector(attention + "k_norm.weight")))
         self.final_norm = norm("model.norm.weight")
-        embedding = tensors["model.embed_tokens.weight"]
+        embedding = required(tensors, "model.embed_tokens.weight")
         tied = "lm_head.weight" not in tensors
         self.head = self._pack(embedding if tied else tensors["lm_head.weight"])
         kind = WEIGHTS[self.weights]

@@ -109,18 +109,6 @@ def test_the_control_rejects_a_recovered_token_drawn_from_the_target(monkeypatch
     assert pvalue(transitions(with_model, PLAIN, 1)[0], PLAIN) < 1e-6
 
 
-def test_the_control_rejects_a_proposal_recorded_before_the_warp() -> None:
-    """Negative control: tokens drawn at one temperature and recorded at another."""
-    class Unwarped(ModelDrafter):
-        def _next(self, sequence: list[int], chooser: Chooser):
-            token, confidence, _, others = super()._next(sequence, chooser)
-            return token, confidence, DRAFT(sequence).softmax(-1), others
-
-    params = SamplingParams(temperature=0.5, coupling="rejection")
-    counts, _ = transitions(lambda: engine(ScriptedModel(TARGET), Unwarped(ScriptedModel(DRAFT)), VOCAB), params, 2)
-    assert pvalue(counts, params) < 1e-6
-
-
 @pytest.mark.parametrize("coupling", ["gumbel", "rejection"])
 @pytest.mark.parametrize("temperature", [1e-3, 1.0])
 def test_equal_models_accept_everything(coupling: Literal["gumbel", "rejection"], temperature: float) -> None:
