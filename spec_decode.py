@@ -187,10 +187,7 @@ class SpeculativeDecoder:
         drafted = proposal.tokens
         done = self._target_pass(tokens, proposal, policy if config.siblings and drafted else None)
         chain = done.logits[:len(drafted) + 1]  # (K+1, V)
-        if chooser.rejection:
-            emitted = self._reject(chain, tokens, proposal, chooser)
-        else:
-            emitted = self._choose(chain, tokens, drafted, chooser)
+        emitted = self._reject(chain, tokens, proposal, chooser) if chooser.rejection else self._choose(chain, tokens, drafted, chooser)
         num_accepted = len(emitted) - 1
         last = "plain" if not drafted else "bonus" if num_accepted == len(drafted) else "corrected"
         result = Round(emitted, ["accepted"] * num_accepted + [last], proposal.source, list(drafted), num_accepted,

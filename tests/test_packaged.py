@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3
 
 import gguf_file
 import packaged
-from cache import cache_folder
 import tiny
+from cache import cache_folder
 from checkpoint import WEIGHTS
 from models import load_pair
 from packaged import Package

@@ -76,7 +76,7 @@ def test_groups_divide_the_inputs() -> None:
     """Caught: a last group that is shorter than the others (4864 = 76 x 64, but 896 / 128 = 7)."""
     assert [group_size(k) for k in (64, 4864, 896, 96, 48, 40)] == [64, 64, 64, 32, 16, 8]
     assert quantize(weights(2, 40), 4).group == 8
-    with pytest.raises(ValueError, match="layers with 12 inputs cannot be quantised.*use bf16"):
+    with pytest.raises(ValueError, match=r"layers with 12 inputs cannot be quantised.*use bf16"):
         quantize(weights(2, 12), 4)
 
 

@@ -81,7 +81,7 @@ def test_logits_equal_those_of_transformers(family: str, tied: bool, backend: st
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bf16_logits_are_those_of_bf16_weights(backend: str) -> None:
     """Caught: weights rounded twice, or a KV cache in a lower precision than the model's."""
-    model, expected = reference("qwen2", False)
+    model, _expected = reference("qwen2", False)
     rounded = {name: tensor.bfloat16().float() for name, tensor in model.state_dict().items()}
     exact = Decoder(DecoderConfig.from_hf(model.config), rounded, weights="fp32", backend=backend)
     exact.reserve(640)
