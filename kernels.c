@@ -159,8 +159,8 @@ INLINE float sum16(f32x16 v) {
 }
 /* e^x by 2^n * polynomial (Cephes), within 2 units in the last place; 0 below -87, so hidden slots vanish exactly. */
 INLINE f32x16 exp16(f32x16 x) {
-    i32x16 zero = x < splat(-87.0f);
-    f32x16 clipped = (f32x16)(((i32x16)x & ~zero));
+    i32x16 zero = x < splat(-87.0f), large = x > splat(88.0f);   /* e^88 is near the largest number there is */
+    f32x16 clipped = (f32x16)(((i32x16)x & ~zero & ~large) | ((i32x16)splat(88.0f) & large));
     f32x16 shifted = clipped * 1.44269504f + 12582912.0f;     /* 1.5 * 2^23 rounds to an integer */
     i32x16 n = (i32x16)shifted - (i32x16)splat(12582912.0f);
     f32x16 whole = shifted - 12582912.0f, r = clipped - whole * 0.693359375f + whole * 2.12194440e-4f;

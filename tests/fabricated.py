@@ -122,7 +122,7 @@ def sampling_rows() -> list[Row]:
 
 def trace_rows(texts: list[str] | None = None) -> list[Row]:
     """Rounds as run_spec.py --trace records them; the given texts are spread over the tokens."""
-    dice, rows = random.Random(5), []
+    dice, rows = random.Random(5), list[Row]()
     words = texts or [" the", " quick", "\n", " brown", " fox", ",", " naïve", " 中", "文", "", "    ", " def", "(", "x", ")",
                       ":\n"]
     count = iter(range(10**6))

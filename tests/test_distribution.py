@@ -194,7 +194,6 @@ def small_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SmallCheck:
         return code, rows_of(output)
 
     monkeypatch.setattr(run_sampling, "count", functools.cache(count))  # a cell that comes again need not run again
-
     return run
 
 

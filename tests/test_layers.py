@@ -77,7 +77,7 @@ def test_a_layer_with_all_that_comes_before_and_after_it(kind: str) -> None:
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(kind, torch.bfloat16)
     full, bias, norm = random(n, k) / k**0.5, random(n, seed=1), random(k, seed=2).abs() + 0.5
     weight = quantize(full, int(kind[3])) if kind.startswith("int") else full.to(dtype)
-    exact = weight.dequantize().double() if kind.startswith("int") else weight.double()  # type: ignore[operator, union-attr]
+    exact = weight.dequantize().double() if kind.startswith("int") else weight.double()  # type: ignore[union-attr]
     layer = TorchLinear(weight, bias, dtype, CPU)
     assert (layer.out_features, layer.in_features) == (n, k) and layer.nbytes > 0
     x, gated, residual = random(rows, k, seed=3), random(rows, 2 * k, seed=4), random(rows, n, seed=5)

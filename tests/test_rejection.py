@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 from scripted import Script, ScriptedModel, as_bf16, engine, random_script, run
 
 import spec_decode
@@ -107,6 +107,21 @@ def test_the_control_rejects_a_recovered_token_drawn_from_the_target(monkeypatch
     """Negative control: the commonest mistake, a correction that is not drawn from the residual."""
     monkeypatch.setattr(spec_decode, "residual", lambda target_probs, draft_probs: target_probs)
     assert pvalue(transitions(with_model, PLAIN, 1)[0], PLAIN) < 1e-6
+
+
+class Unwarped(ModelDrafter):
+    """Draws as it should and records something else."""
+
+    def _next(self, sequence: list[int], chooser: Chooser) -> Any:
+        token, confidence, _, others = super()._next(sequence, chooser)
+        return token, confidence, DRAFT(sequence).softmax(-1), others
+
+
+def test_the_control_rejects_a_proposal_recorded_before_the_warp() -> None:
+    """Negative control: tokens drawn from the warped distribution and recorded with the raw one."""
+    params = SamplingParams(temperature=2.0, top_k=3, coupling="rejection")
+    counts, _ = transitions(lambda: engine(ScriptedModel(TARGET), Unwarped(ScriptedModel(DRAFT)), VOCAB), params, 2)
+    assert pvalue(counts, params) < 1e-6
 
 
 @pytest.mark.parametrize("coupling", ["gumbel", "rejection"])

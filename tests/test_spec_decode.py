@@ -70,9 +70,9 @@ def test_a_round_without_a_draft_is_plain() -> None:
         statistics = run(engine(ScriptedModel(TARGET), drafter, 8), PROMPT, 12, 0)
         assert statistics.acceptance_rate is None and statistics.tokens_per_round == 1
         assert [entry.origins for entry in statistics.rounds] == [["prefill"]] + [["plain"]] * 11
-    for wrong in ({"num_speculative_tokens": -1}, {"max_new_tokens": -1}):
+    for max_new, num in ((8, -1), (-1, 4)):
         with pytest.raises(ValueError, match="use 0"):
-            GenerationConfig(**wrong)
+            GenerationConfig(max_new, num)
 
 
 # ---- exactness: = base, for everything that may propose ----
@@ -91,7 +91,7 @@ def test_output_equals_target_only_decoding(params: SamplingParams, kind: str) -
     expected = base(25, sampling=params)
     for widths in (None, NARROW, Widths.fixed(8)):
         decoder = engine(ScriptedModel(TARGET), dict(proposers())[kind], 8, widths=widths)
-        for num in (0, 1, 2, 4, 7, None):
+        for num in (0, 1, 2, 4, 7, None) if widths is not None else (1, 5, None):
             for siblings in (True, False):
                 statistics = run(decoder, PROMPT, 25, num, siblings=siblings, sampling=params)
                 assert statistics.tokens == expected, (widths, num, siblings)
@@ -148,12 +148,12 @@ def test_siblings_see_the_prefix_their_ancestors_and_themselves() -> None:
     shapes: list[tuple[list[int], list[list[int]]]] = []
     forward = target.forward
 
-    def watch(ids: torch.Tensor, positions: torch.Tensor | None = None, visible: torch.Tensor | None = None,
+    def watch(token_ids: torch.Tensor, positions: torch.Tensor | None = None, visible: torch.Tensor | None = None,
               num_logits: int | None = None) -> torch.Tensor:
         if visible is not None and positions is not None:
             start = target.cache.length
             shapes.append(((positions - start).tolist(), [row.nonzero().flatten().tolist() for row in visible]))
-        logits = forward(ids, positions, visible, num_logits)
+        logits = forward(token_ids, positions, visible, num_logits)
         assert logits.isfinite().all(), "each row sees one text, position by position"
         return logits
 
@@ -380,14 +380,15 @@ def test_nan_behind_a_wrong_draft_token_is_nobodys_business(params: SamplingPara
 def test_the_callers_state_is_left_alone() -> None:
     """Caught: gradients off or inference mode on between two rounds, a seeded global generator, a changed dtype."""
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    states = random.getstate(), np.random.rand(3).tolist(), torch.get_rng_state()
+    np.random.seed(1)
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, coupling="rejection")):
         for _ in engine(ScriptedModel(TARGET), ScriptedModel(DRAFT), 8).generate(PROMPT, GenerationConfig(20, 3, params)):
             assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             weight = torch.ones(1, requires_grad=True)
             (weight * 2).sum().backward()
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
+    assert (random.getstate(), np.random.rand(3).tolist()) == states[:2]
     assert torch.equal(torch.get_rng_state(), states[2])
     assert (torch.get_default_dtype(), torch.get_num_threads()) == (dtype, threads)
     with torch.no_grad():
@@ -398,7 +399,12 @@ def test_the_callers_state_is_left_alone() -> None:
 def test_the_policy_does_not_see_the_drafts_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: seconds of reading a long prompt in the first round's rate, which then drafted too much for 20 rounds."""
     drafter, policy, seen = ModelDrafter(ScriptedModel(DRAFT)), FixedK(3, Widths.fixed(4)), list[float]()
-    monkeypatch.setattr(drafter, "begin", lambda *args: (time.sleep(0.5), ModelDrafter.begin(drafter, *args)))
+
+    def slowly(prompt: Sequence[int], slots: int) -> None:
+        time.sleep(0.5)
+        ModelDrafter.begin(drafter, prompt, slots)
+
+    monkeypatch.setattr(drafter, "begin", slowly)
     monkeypatch.setattr(policy, "observe", lambda *args: seen.append(args[-1]))
     statistics = run(engine(ScriptedModel(TARGET), drafter, 8, widths=policy.widths, policy=policy), PROMPT, 12, 3)
     assert statistics.draft_seconds >= 0.5 and statistics.rounds[1].seconds - seen[0] >= 0.5

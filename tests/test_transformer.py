@@ -15,7 +15,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
-    PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -26,7 +25,7 @@ from transformer import PREFILL_ROWS, Decoder, DecoderConfig, QuantizedEmbedding
 
 SIZES: dict[str, Any] = {"vocab_size": 103, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640}
-CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
     "qwen3": (Qwen3Config, {"head_dim": 32}),
     "llama": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
@@ -175,9 +174,13 @@ def test_no_logits_for_prompt_positions_other_than_the_last(backend: str, monkey
             rows.append(len(x))
             return head(x, **kwargs)
 
+    def watched(ids: Tensor, **kwargs: Any) -> Tensor:
+        lengths.append(len(ids))
+        return forward(ids, **kwargs)
+
     lengths: list[int] = []
     monkeypatch.setattr(made, "head", Watched())
-    monkeypatch.setattr(made, "forward", lambda ids, **kwargs: (lengths.append(len(ids)), forward(ids, **kwargs))[1])
+    monkeypatch.setattr(made, "forward", watched)
     made.reserve(1100)
     assert made.prefill(torch.arange(1100) % VOCAB).shape == (1, VOCAB)
     assert rows == [1] and lengths == [PREFILL_ROWS, PREFILL_ROWS, 1100 - 2 * PREFILL_ROWS]
