@@ -88,7 +88,7 @@ def bind(library: Path) -> ctypes.CDLL:
         raise NativeUnavailable(f"the compiled kernels do not load: {error}") from None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     kernels.linear.argtypes = [ctypes.POINTER(_Linear), pointer, pointer, integer, integer, pointer, ctypes.c_float, pointer]
-    kernels.decode.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer)] + [pointer] * 4
+    kernels.decode.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), pointer, pointer, pointer, pointer]
     kernels.set_threads.argtypes = [integer]
     kernels.use_openmp.argtypes = [pointer]
     return kernels
