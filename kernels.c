@@ -33,10 +33,10 @@ typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1)));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
 
 #if defined(__AVX512F__)
-enum { TILE_ROWS = 12, INT_ROWS = 6 };   /* 32 registers of 16 floats */
-#define STRIPS_OF(rows) ((rows) <= 2 ? 4 : (rows) <= 4 ? 2 : 1)   /* that a tile of so many rows takes at once */
+enum { TILE_ROWS = 12, INT_ROWS = 5, INT_STRIPS = 2 };   /* 32 registers of 16 floats */
+#define STRIPS_OF(rows) ((rows) <= 2 ? 4 : (rows) <= 4 ? 2 : 1)   /* that a tile of so many rows takes at once; INT_STRIPS at least of an integer layer */
 #else
-enum { TILE_ROWS = 3, INT_ROWS = 2 };    /* a vector takes two to four registers */
+enum { TILE_ROWS = 3, INT_ROWS = 2, INT_STRIPS = 1 };    /* a vector takes two to four registers */
 #define STRIPS_OF(rows) 1
 #endif
 enum { BF16, FP32, INT8, INT4 };                     /* Linear.kind */
@@ -147,6 +147,16 @@ INLINE f32x16 splat(float x) { return x - (f32x16){0}; }
 INLINE f32x16 load_bf16(const uint16_t *p) {
     return (f32x16)(__builtin_convertvector(*(const u16x16 *)p, u32x16) << 16);
 }
+INLINE f32x16 load_some(const float *p, int lanes) {   /* a copy of unknown size is a call: keep it off the usual path */
+    if (lanes >= 16) return *(const f32x16 *)p;
+    f32x16 v = {0};
+    memcpy(&v, p, lanes * 4);
+    return v;
+}
+INLINE void store_some(float *p, f32x16 v, int lanes) {
+    if (lanes >= 16) *(f32x16 *)p = v;
+    else memcpy(p, &v, lanes * 4);
+}
 INLINE f32x16 load_kv(int kind, const void *base, int64_t i) {
     return kind == BF16 ? load_bf16((const uint16_t *)base + i) : *(const f32x16 *)((const float *)base + i);
 }
@@ -208,11 +218,10 @@ INLINE void load_input(const LinearJob *job, int row, int begin, int end, float 
     float scale = job->prologue == RMS_NORM ? rms_scale(x, k, job->eps) : 1.0f;
     for (int i = begin; i < end; i += 16) {
         int lanes = MIN(16, end - i);
-        f32x16 v = {0}, up = {0};
-        memcpy(&v, x + i, lanes * 4);
-        if (job->prologue == RMS_NORM) { memcpy(&up, job->norm + i, lanes * 4); v = v * scale * up; }
-        if (job->prologue == SWIGLU) { memcpy(&up, x + k + i, lanes * 4); v = v / (1.0f + exp16(-v)) * up; }
-        if (stride == 1) memcpy(to + i - begin, &v, lanes * 4);
+        f32x16 v = load_some(x + i, lanes);
+        if (job->prologue == RMS_NORM) v = v * scale * load_some(job->norm + i, lanes);
+        if (job->prologue == SWIGLU) v = v / (1.0f + exp16(-v)) * load_some(x + k + i, lanes);
+        if (stride == 1) store_some(to + i - begin, v, lanes);
         else for (int lane = 0; lane < lanes; lane++) to[(int64_t)(i - begin + lane) * stride] = v[lane];
     }
 }
@@ -229,13 +238,9 @@ INLINE void store_sum(const LinearJob *job, int row, int channel, f32x16 value) 
     int n = job->layer->n, lanes = MIN(16, n - channel);
     int64_t at = (int64_t)row * n + channel;
     if (lanes <= 0) return;
-    for (int term = 0; term < 2; term++) {
-        const float *from = term ? job->residual : job->layer->bias;
-        f32x16 loaded = {0};
-        if (from) memcpy(&loaded, from + (term ? at : channel), lanes * 4);
-        value += loaded;
-    }
-    memcpy(job->out + at, &value, lanes * 4);
+    if (job->layer->bias) value += load_some(job->layer->bias + channel, lanes);
+    if (job->residual) value += load_some(job->residual + at, lanes);
+    store_some(job->out + at, value, lanes);
 }
 
 /* sum += the R inputs at x times one k of S strips of 32 channels. */
@@ -318,8 +323,7 @@ INLINE int quantise_group(const float *x, int group, int8_t *q, float *scale) {
     f32x16 peaks = {0}, poison = {0};
     float peak = 0;
     for (int i = 0; i < group; i += 16) {
-        f32x16 v = {0};
-        memcpy(&v, x + i, MIN(16, group - i) * 4);
+        f32x16 v = load_some(x + i, group - i);
         poison += v * 0.0f;
         v = (f32x16)((i32x16)v & 0x7fffffff);
         i32x16 larger = v > peaks;
@@ -329,11 +333,9 @@ INLINE int quantise_group(const float *x, int group, int8_t *q, float *scale) {
     float inverse = peak > 0 ? 127.0f / peak : 0.0f;
     i32x16 sums = {0};
     for (int i = 0; i < group; i += 16) {
-        f32x16 v = {0};
-        memcpy(&v, x + i, MIN(16, group - i) * 4);
-        i32x16 whole = (i32x16)(v * inverse + 12582912.0f) - (i32x16)splat(12582912.0f);
+        i32x16 whole = (i32x16)(load_some(x + i, group - i) * inverse + 12582912.0f) - (i32x16)splat(12582912.0f);
         i8x16 narrow = __builtin_convertvector(whole, i8x16);
-        memcpy(q + i, &narrow, MIN(16, group - i));
+        if (group - i >= 16) *(i8x16 *)(q + i) = narrow; else memcpy(q + i, &narrow, group - i);
         sums += whole;
     }
     *scale = peak / 127.0f + sum16(poison);
@@ -406,7 +408,7 @@ INLINE void int_tile(const LinearJob *job, int kind, const int R, const int S, i
 }
 
 INLINE void int_rows(const LinearJob *job, int kind, const int R, int first, int begin, int end) {
-    const int S = STRIPS_OF(R);
+    const int S = MAX(STRIPS_OF(R), INT_STRIPS);
     int strip = begin;
     for (; strip + S <= end; strip += S) int_tile(job, kind, R, S, first, strip);
     for (; strip < end; strip++) int_tile(job, kind, R, 1, first, strip);
