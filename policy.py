@@ -31,7 +31,7 @@ class Policy(Protocol):
     def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool: ...
     def lookup_pays(self, chance: float, num_tokens: int) -> bool: ...
     def sibling_pays(self, chance: float, rows: int) -> bool: ...
-    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int,
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int,
                 seconds: float) -> None: ...
 
 
@@ -53,9 +53,11 @@ class Calibration:
     def average(self) -> float:
         return self.all_accepted / self.all_judged
 
-    def observe(self, confidences: Sequence[float], num_accepted: int) -> None:
-        """Count the tokens that were judged: the accepted ones and the first wrong one."""
+    def observe(self, confidences: Sequence[float | None], num_accepted: int) -> None:
+        """Count the draft's own tokens (None: another's) that were judged: the accepted ones and the first wrong one."""
         for position, confidence in enumerate(confidences[:num_accepted + 1]):
+            if confidence is None:
+                continue
             index, right = min(int(confidence * BINS), BINS - 1), float(position < num_accepted)
             self.accepted[index] += right
             self.judged[index] += 1
@@ -122,8 +124,9 @@ class DynamicK:
         gain = (1 - self.calibration.average) + self.rate * self.step
         return chance * gain > self.rate * (self.widths.cost(rows + 1) - self.widths.cost(rows)) + 0.005
 
-    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int, seconds: float) -> None:
-        """Learn from a round: `confidences` are the draft model's (none where the tokens were looked up)."""
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int,
+                seconds: float) -> None:
+        """Learn from a round: `confidences` are the draft model's, by position; None for a token that it did not draw."""
         self.calibration.observe(confidences, num_accepted)
         self.skipped = 0 if drafted else self.skipped + 1
         self.tokens, self.seconds = 0.97 * self.tokens + emitted, 0.97 * self.seconds + seconds
@@ -170,7 +173,8 @@ class Heuristic(FixedK):
         super().begin()
         self.max_tokens = self.start
 
-    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int, seconds: float) -> None:
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int,
+                seconds: float) -> None:
         super().observe(drafted, confidences, num_accepted, emitted, seconds)
         if drafted:
             right = num_accepted == drafted

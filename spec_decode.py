@@ -156,8 +156,7 @@ class SpeculativeDecoder:
             if drafter is not None:
                 drafter.settle(proposal, this_round.num_accepted, tokens)
             this_round.seconds = time.perf_counter() - start
-            learned = proposal.confidences if proposal.source == "model" else []
-            policy.observe(len(proposal.tokens), learned, this_round.num_accepted, len(this_round.tokens),
+            policy.observe(len(proposal.tokens), proposal.drawn, this_round.num_accepted, len(this_round.tokens),
                            this_round.seconds - (begun - start))
 
     @staticmethod

@@ -126,6 +126,16 @@ def test_calibration_counts_what_was_judged() -> None:
     assert [Calibration()(x / 10) for x in range(10)] == sorted(Calibration()(x / 10) for x in range(10))
 
 
+def test_calibration_counts_the_drafts_own_tokens_only() -> None:
+    """Caught: a suggestion of the target's, right and 0.97 sure, in the top bin; or the tokens after it judged one place off."""
+    for num_accepted, judged in ((0, []), (1, [(0.3, 0)]), (2, [(0.3, 1), (0.6, 0)]), (3, [(0.3, 1), (0.6, 1)])):
+        found, expected = Calibration(), Calibration()
+        found.observe([None, 0.3, 0.6], num_accepted)
+        for confidence, right in judged:
+            expected.observe([confidence], right)
+        assert found == expected, num_accepted
+
+
 def test_calibration_learns_that_a_confident_draft_is_wrong() -> None:
     """Caught: taking the draft's probability for the chance of acceptance."""
     policy = DynamicK(FLAT)

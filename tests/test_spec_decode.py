@@ -142,6 +142,20 @@ def test_a_sibling_hit_becomes_the_next_first_draft_token() -> None:
     assert without.target_passes == 39 and with_siblings.target_passes < 30
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_suggestion_teaches_the_policy_nothing(monkeypatch: pytest.MonkeyPatch, both: bool) -> None:
+    """Caught: the target's own predictions counted as the draft's: the calibration's top bin rose with each of them."""
+    policy, seen = FixedK(2, Widths({1: 1.0, 64: 1.0})), list[tuple[int, list[float | None]]]()
+    monkeypatch.setattr(policy, "observe", lambda drafted, drawn, *rest: seen.append((drafted, list(drawn))))
+    model = ModelDrafter(ScriptedModel(second_best(TARGET)))
+    drafter = CombinedDrafter(model, LookupDrafter()) if both else model
+    statistics = run(engine(ScriptedModel(TARGET), drafter, 8, policy=policy), PROMPT, 60, 2)
+    assert sum(entry.suggested for entry in statistics.rounds) > 5
+    for entry, (drafted, drawn) in zip(statistics.rounds[1:], seen, strict=True):
+        assert drafted == entry.num_drafted and len(drawn) == (drafted if entry.source == "model" else 0)
+        assert [value is None for value in drawn] == [entry.suggested and not index for index in range(len(drawn))]
+
+
 def test_siblings_see_the_prefix_their_ancestors_and_themselves() -> None:
     """Caught: a sibling that saw the draft token it competes with, or at that token's successor's position."""
     target = ScriptedModel(TARGET)
