@@ -132,8 +132,9 @@ def make_drafter(kind: str, draft: Decoder | None) -> Drafter | None:
 
 
 def shared_vocabulary(pair: Pair, *decoders: Decoder | None) -> int:
-    """Ids that every model scores and the tokenizer knows; logits beyond are padding."""
-    return min(len(pair.tokenizer), *(decoder.config.vocab_size for decoder in decoders if decoder is not None))
+    """Ids that every model scores and the tokenizer knows, special tokens included; logits beyond are padding."""
+    known = max(len(pair.tokenizer), *(token + 1 for token in (-1, *pair.tokenizer.added_tokens_decoder)))
+    return min(known, *(decoder.config.vocab_size for decoder in decoders if decoder is not None))
 
 
 def generation_config(args: argparse.Namespace, pair: Pair, **overrides: Any) -> GenerationConfig:

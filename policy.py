@@ -144,7 +144,7 @@ class FixedK(DynamicK):
     def __init__(self, num_tokens: int, widths: Widths) -> None:
         if num_tokens < 0:
             raise ValueError(f"the number of speculative tokens is {num_tokens}; use 0 for plain decoding or more")
-        if num_tokens >= widths.largest and not widths.any_width:
+        if num_tokens >= widths.most_rows:
             raise ValueError(f"{num_tokens} speculative tokens need a pass of {num_tokens + 1} rows; the largest width "
                              f"in use is {widths.largest}")
         super().__init__(widths)
@@ -172,7 +172,7 @@ class Heuristic(FixedK):
     """Hugging Face's schedule: two tokens more after a round that was right throughout, else one less (at least one)."""
 
     def __init__(self, widths: Widths, num_tokens: int = 5) -> None:
-        self.start, self.most = num_tokens, 20 if widths.any_width else min(20, widths.largest - 1)
+        self.start, self.most = num_tokens, min(20, widths.most_rows - 1)
         super().__init__(num_tokens, widths)
 
     def begin(self) -> None:

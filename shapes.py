@@ -48,6 +48,11 @@ class Widths:
     def largest(self) -> int:
         return max(self.seconds)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the widest pass that may be used; beyond any need where every width may."""
+        return 1 << 62 if self.any_width else self.largest
+
     def fit(self, rows: int) -> int:
         """The cheapest width that holds `rows` rows. Raises ValueError beyond the largest."""
         if self.any_width:
