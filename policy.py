@@ -126,8 +126,7 @@ class DynamicK:
         gain = (1 - self.calibration.average) + self.rate * self.step
         return chance * gain > self.rate * (self.widths.cost(rows + 1) - self.widths.cost(rows)) + 0.005
 
-    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int,
-                seconds: float) -> None:
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float) -> None:
         """Learn from a round: `confidences` are the draft model's, by position; None for a token that it did not draw."""
         self.calibration.observe(confidences, num_accepted)
         if drafted and self.skipped < self.patience:
@@ -179,8 +178,7 @@ class Heuristic(FixedK):
         super().begin()
         self.max_tokens = self.start
 
-    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int,
-                seconds: float) -> None:
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float) -> None:
         super().observe(drafted, confidences, num_accepted, emitted, seconds)
         if drafted:
             right = num_accepted == drafted
