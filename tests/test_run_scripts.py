@@ -228,6 +228,15 @@ class TestTrace:
         assert Path("/dev/full").is_char_device()
 
 
+@pytest.mark.parametrize(("flags", "draft"), [(["--drafter", "lookup"], None), (["--drafter", "self"], None), (["-K", "0"], None),
+                                              (["--drafter", "model"], "tiny-draft"), ([], "tiny-draft")])
+def test_the_header_names_the_models_that_were_loaded(call, tmp_path: Path, flags: list[str], draft: str | None) -> None:
+    """A draft model in the header of a trace that no draft model had a part in."""
+    assert call(run_spec, *SPEC, *flags, "--trace", tmp_path / "trace.jsonl")[0] == 0
+    header, _ = results.read(tmp_path / "trace.jsonl")
+    assert (header["target"], header["draft"], header["draft_digest"] is None) == ("tiny-target", draft, draft is None)
+
+
 class TestBaseline:
     def run(self, call, tmp_path: Path, *flags: str) -> tuple[str, list[dict]]:
         path = tmp_path / "out.jsonl"
