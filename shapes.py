@@ -2,7 +2,8 @@
 
 With the kernels of native.py every width gives the same bits, so all may be used; the measured seconds say which is
 cheapest. On PyTorch's operators the bits depend on the width: there only widths are used that were *shown* to agree on
-this machine (`verify.py --shapes`), or a single fixed one, which is exact by construction.
+this machine, or a single fixed one. `verify.py --shapes` measures which, and also whether a row's bits depend on its place
+in a pass of one width, which would make even a fixed width inexact.
 """
 
 from __future__ import annotations
