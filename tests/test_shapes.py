@@ -1,4 +1,4 @@
-"""Which widths there are and what they cost: measured on a busy machine, and measured anew when the kernels change."""
+"""Which widths may be used and what they cost: on a busy machine, with other kernels, where few of them agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import Tensor
 import assemble
 import native
 import shapes
-from shapes import Widths, measure_seconds
+from proven_widths import SLOW_CANDIDATES, Shape, largest_class, measure_shapes, proven_widths, verdict
+from shapes import CANDIDATES, Widths, measure_seconds
+from transformer import Decoder
 
 
 class Clocked:
@@ -76,3 +78,43 @@ def test_other_kernels_are_timed_anew(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(native, "compiler_flags", lambda: ["-O1"])
     assert assemble.usable_widths(target, "d") == Widths({1: 3.0})
     assert assemble.shapes_file(other, "d") == plain, "PyTorch's operators are the same"
+
+
+# ---- which widths agree ----
+
+
+def shape(width: int, digests: str, seconds: float) -> Shape:
+    """A width whose rows agree; a letter per position."""
+    return Shape(width, tuple(map(frozenset, digests)), seconds)
+
+
+def test_two_passes_per_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """25 positions in passes of one width after the other: a minute and more on PyTorch's operators."""
+    target, passes, honest = decoder("target", "fp32", "torch"), list[int](), Decoder.forward
+    monkeypatch.setattr(Decoder, "forward", lambda self, ids, *a: passes.append(len(ids)) or honest(self, ids, *a))
+    measure_shapes(target)
+    assert passes == [1, *(width for width in SLOW_CANDIDATES for _ in range(2))]
+
+
+def test_the_largest_class_decides() -> None:
+    """Width 1 as the reference, the odd one out on many machines, left nothing proven."""
+    found = [shape(1, "xx", 1.0), shape(2, "ab", 1.5), shape(3, "abc", 1.4), shape(4, "ABcd", 2.0)]
+    agreeing = largest_class(found)
+    assert [each.width for each in agreeing] == [2, 3]
+    assert proven_widths(found, agreeing, native=False) == Widths({2: 1.5, 3: 1.5}, any_width=False)
+    assert [each.num_equal(found[3]) for each in found] == [0, 0, 1, 4]
+
+
+def test_no_two_widths_agree() -> None:
+    """A width that agrees with itself alone was taken for proven."""
+    found = [shape(width, chr(width + 65) * 24, width / 10) for width in CANDIDATES]
+    assert proven_widths(found, largest_class(found), native=True) == Widths({8: 0.8}, any_width=False)
+
+
+def test_rows_of_one_width_that_disagree() -> None:
+    """A fixed width was taken to be exact, though a row's bits depended on its place in the pass."""
+    uneven = Shape(8, (frozenset("a"), frozenset("bB"), *map(frozenset, "cdefgh")), 0.8)
+    assert not uneven.agrees(uneven) and largest_class([uneven]) == []
+    assert verdict(proven_widths([uneven], [], native=False), proven=False, native=False)[1] == 1
+    found = [shape(4, "xyzw", 0.4), uneven]
+    assert proven_widths(found, largest_class(found), native=False) == Widths({4: 0.4}, any_width=False)

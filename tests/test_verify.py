@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripted import decoder
 from torch import Tensor
 
 import assemble
@@ -18,9 +17,9 @@ from comparison import first_difference
 from crosscheck import Trace, cross_check
 from findings import Findings
 from models import load_pair
-from proven_widths import SLOW_CANDIDATES, Shape, largest_class, measure_shapes, proven_widths, verdict
+from proven_widths import SLOW_CANDIDATES
 from sampling import SamplingParams
-from shapes import CANDIDATES, Widths
+from shapes import CANDIDATES
 from spec_decode import SpeculativeDecoder
 from transformer import Decoder
 
@@ -50,11 +49,6 @@ def run(tmp_path: Path, *flags: str, prompts: list[str] | None = None) -> tuple[
     code = verify.main(["--pair", "tiny", "--raw", "--prompts", str(file), "--json", str(tmp_path / "out.json"),
                         "--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "32", *flags])
     return code, json.loads((tmp_path / "out.json").read_text())
-
-
-def shape(width: int, digests: str, seconds: float) -> Shape:
-    """A width whose rows agree; a letter per position."""
-    return Shape(width, tuple(map(frozenset, digests)), seconds)
 
 
 class TestExactness:
@@ -223,34 +217,6 @@ class TestShapes:
         assert list(widths.seconds) == [row["width"] for row in rows if row["proven"]]
         code, found = run(tmp_path, "-K", "1", "--backend", backend, "--dtype", "fp32", "--no-cross-checks")
         assert (code, found["differences"]) == (0, 0)
-
-    def test_two_passes_per_width(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """25 positions in passes of one width after the other: a minute and more on PyTorch's operators."""
-        target, passes, honest = decoder("target", "fp32", "torch"), list[int](), Decoder.forward
-        monkeypatch.setattr(Decoder, "forward", lambda self, ids, *a: passes.append(len(ids)) or honest(self, ids, *a))
-        measure_shapes(target)
-        assert passes == [1, *(width for width in SLOW_CANDIDATES for _ in range(2))]
-
-    def test_the_largest_class_decides(self) -> None:
-        """Width 1 as the reference, the odd one out on many machines, left nothing proven."""
-        shapes = [shape(1, "xx", 1.0), shape(2, "ab", 1.5), shape(3, "abc", 1.4), shape(4, "ABcd", 2.0)]
-        agreeing = largest_class(shapes)
-        assert [found.width for found in agreeing] == [2, 3]
-        assert proven_widths(shapes, agreeing, native=False) == Widths({2: 1.5, 3: 1.5}, any_width=False)
-        assert [each.num_equal(shapes[3]) for each in shapes] == [0, 0, 1, 4]
-
-    def test_no_two_widths_agree(self) -> None:
-        """A width that agrees with itself alone was taken for proven."""
-        shapes = [shape(width, chr(width + 65) * 24, width / 10) for width in CANDIDATES]
-        assert proven_widths(shapes, largest_class(shapes), native=True) == Widths({8: 0.8}, any_width=False)
-
-    def test_rows_of_one_width_that_disagree(self) -> None:
-        """A fixed width was taken to be exact, though a row's bits depended on its place in the pass."""
-        uneven = Shape(8, (frozenset("a"), frozenset("bB"), *map(frozenset, "cdefgh")), 0.8)
-        assert not uneven.agrees(uneven) and largest_class([uneven]) == []
-        assert verdict(proven_widths([uneven], [], native=False), proven=False, native=False)[1] == 1
-        shapes = [shape(4, "xyzw", 0.4), uneven]
-        assert proven_widths(shapes, largest_class(shapes), native=False) == Widths({4: 0.4}, any_width=False)
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_a_row_that_depends_on_its_place_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
