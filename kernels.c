@@ -7,10 +7,10 @@
  *
  * The cost of a pass is one read of the weights: a tile keeps up to TILE_ROWS rows in registers while they stream by.
  * Formats (native.py packs them): float layers in strips of 32 channels, [n/32][k][32]; in bf16 a 32-bit lane holds
- * channel j in its low and channel j + 16 in its high half. Integer layers in strips of 16 channels: [n/16][k/4][16][4]
- * bytes for int8, [n/16][k/8][16][4] for int4, whose low nibbles are k..k+3 and high nibbles k+4..k+7. Each group of k
- * has a bf16 scale and minimum per channel, w = scale * q + minimum. Activations are fp32; integer layers quantise them
- * to int8 per row and group.
+ * channel j in its low and channel j + 16 in its high half. Integer layers in strips of 16 channels and groups of k:
+ * [n/16][k/group] blocks of 64-byte lines, a line holding for each channel 4 bytes of k (int8), or 8 nibbles, k..k+3 in the
+ * low ones and k+4..k+7 in the high ones (int4); the last line of a block holds a bf16 scale (low half) and minimum (high
+ * half) per channel, w = scale * q + minimum. Activations are fp32; integer layers quantise them to int8 per row and group.
  */
 #include <math.h>
 #include <pthread.h>
@@ -33,14 +33,17 @@ typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1)));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
 
 #if defined(__AVX512F__)
-enum { TILE_ROWS = 8, INT_ROWS = 6, STRIPS = 4 };   /* 32 registers of 16 floats */
+enum { TILE_ROWS = 12, INT_ROWS = 6 };   /* 32 registers of 16 floats */
+#define STRIPS_OF(rows) ((rows) <= 2 ? 4 : (rows) <= 4 ? 2 : 1)   /* that a tile of so many rows takes at once */
 #else
-enum { TILE_ROWS = 3, INT_ROWS = 2, STRIPS = 1 };    /* a vector takes two to four registers */
+enum { TILE_ROWS = 3, INT_ROWS = 2 };    /* a vector takes two to four registers */
+#define STRIPS_OF(rows) 1
 #endif
 enum { BF16, FP32, INT8, INT4 };                     /* Linear.kind */
 enum { PLAIN, RMS_NORM, SWIGLU };                    /* what happens to the input on its way into a linear layer */
-enum { K_BLOCK = 2048, INT_BLOCK = 512, QUERY_TILE = 48, SLOTS = 16, MAX_THREADS = 64, SPIN = 20000,
-       PREFETCH = 64 /* cache lines: the hardware's own prefetch stops at each page */ };
+enum { K_BLOCK = 2048, INT_BLOCK = 1024, QUERY_TILE = 48, SLOTS = 16, MAX_THREADS = 64, SPIN = 20000, UNIT = 4,
+       CHUNK = 256,     /* of k: a piece of a bf16 strip is four pages, and its inputs stay in the L1 cache */
+       AHEAD = 3        /* blocks that an integer layer fetches ahead */ };
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 64")
@@ -182,7 +185,6 @@ INLINE float rms_scale(const float *x, int n, float eps) {
 typedef struct {
     int32_t kind, n, k, group;
     const void *weights;
-    const uint16_t *scales, *minimums;   /* integer layers: [n/16][k/group][16] */
     const float *bias;                   /* (n,) or NULL */
 } Linear;
 
@@ -190,11 +192,13 @@ typedef struct {
     const Linear *layer;
     const float *x, *norm, *residual;    /* x: (rows, k), or (rows, 2k) before SWIGLU; residual: (rows, n) or NULL */
     float *out;                          /* (rows, n) */
-    int rows, tile, prologue;
+    int rows, tile, tiles, prologue;     /* tiles of `tile` rows, the last of the rest */
     float eps;
     float *packed;                       /* float layers: per row tile [k][rows of the tile] */
+    f32x16 *sums;                        /* and per worker [strips of a unit][rows][2] */
     int8_t *quantised;                   /* integer layers: (rows, k), with a scale and a scaled sum per group */
     float *x_scales, *x_sums;            /* (rows, k/group) */
+    int unit;                            /* strips; many where there are many, as the first lines of a unit come late */
 } LinearJob;
 
 /* Input elements begin..end of one row after the prologue, into `to` with the given stride. */
@@ -234,66 +238,89 @@ INLINE void store_sum(const LinearJob *job, int row, int channel, f32x16 value) 
     memcpy(job->out + at, &value, lanes * 4);
 }
 
-/* R rows times S strips of 32 channels: R * 2S sums, 2S weights and R inputs stay within 26 registers, as beyond about 28 the
- * compiler spills sums and the rate halves. */
-INLINE void float_tile(const LinearJob *job, int kind, const int R, const int S, int first, int strip) {
-    int k = job->layer->k;
-    int64_t ahead = first ? (int64_t)k * 32 : PREFETCH * 32;   /* later row tiles find this strip in the cache: fetch the next */
-    const float *x = job->packed + (int64_t)first * k;
+/* sum += the R inputs at x times one k of S strips of 32 channels. */
+INLINE void float_step(int kind, const int R, const int S, const char *weights, int64_t strip_bytes, const float *x,
+                       f32x16 sum[R][2 * S]) {
+    f32x16 w[2 * S];
+    UNROLL for (int s = 0; s < S; s++, weights += strip_bytes) {
+        if (kind == BF16) {
+            u32x16 pair = *(const u32x16 *)weights;
+            w[2 * s] = (f32x16)(pair << 16), w[2 * s + 1] = (f32x16)(pair & 0xffff0000u);
+        } else w[2 * s] = *(const f32x16 *)weights, w[2 * s + 1] = *(const f32x16 *)(weights + 64);
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++) sum[r][c] += x[r] * w[c];
+}
+
+/* R rows times S strips over one piece of k, on top of the `sums` of the pieces before: R * 2S sums, 2S weights and an input
+ * stay within 29 registers. Meanwhile it fetches its share of the next piece, from all its pages at once: the hardware runs
+ * only some 20 lines ahead in a page, too few to keep the memory busy. */
+INLINE void float_tile(const LinearJob *job, int kind, const int R, const int S, int tile, int strip, int begin,
+                       const char *next, f32x16 *sums) {
+    const int LINE = kind == BF16 ? 64 : 128, PAGES = CHUNK * LINE / 4096, STEPS = CHUNK / 64;
+    int k = job->layer->k, count = MIN(CHUNK, k - begin);
+    unsigned share = 65536 / job->tiles, fetched = tile * 64 * share;   /* lines of each page, times 65536 */
+    int64_t strip_bytes = (int64_t)k * LINE;
+    const char *weights = (const char *)job->layer->weights + strip * strip_bytes + (int64_t)begin * LINE;
+    const float *x = job->packed + (int64_t)tile * job->tile * k + (int64_t)begin * R;
     f32x16 sum[R][2 * S];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++) sum[r][c] = (f32x16){0};
-    for (int i = 0; i < k; i++, x += R) {
-        f32x16 w[2 * S];
-        UNROLL for (int s = 0; s < S; s++) {
-            int64_t at = ((int64_t)(strip + s) * k + i) * 32;
-            if (kind == BF16) {
-                u32x16 pair = *(const u32x16 *)((const uint16_t *)job->layer->weights + at);
-                __builtin_prefetch((const uint16_t *)job->layer->weights + at + ahead);
-                w[2 * s] = (f32x16)(pair << 16), w[2 * s + 1] = (f32x16)(pair & 0xffff0000u);
-            } else {
-                const float *p = (const float *)job->layer->weights + at;
-                __builtin_prefetch(p + ahead), __builtin_prefetch(p + ahead + 16);
-                w[2 * s] = *(const f32x16 *)p, w[2 * s + 1] = *(const f32x16 *)(p + 16);
+    UNROLL for (int s = 0; s < S; s++) UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2; c++)
+        sum[r][2 * s + c] = begin ? sums[(s * job->rows + r) * 2 + c] : (f32x16){0};
+    for (; count >= STEPS; count -= STEPS, fetched += share) {
+        const char *line = next + (fetched >> 16) * 64;
+        UNROLL for (int s = 0; s < S; s++) UNROLL for (int page = 0; page < PAGES; page++)
+            __builtin_prefetch(line + s * strip_bytes + page * 4096);
+        UNROLL for (int i = 0; i < STEPS; i++, weights += LINE, x += R) float_step(kind, R, S, weights, strip_bytes, x, sum);
+    }
+    for (; count > 0; count--, weights += LINE, x += R) float_step(kind, R, S, weights, strip_bytes, x, sum);
+    UNROLL for (int s = 0; s < S; s++) UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2; c++)
+        sums[(s * job->rows + r) * 2 + c] = sum[r][2 * s + c];
+}
+
+INLINE void float_piece(const LinearJob *job, int kind, int tile, int strip, int strips, int begin, const char *next,
+                        f32x16 *sums) {
+    switch (MIN(job->tile, job->rows - tile * job->tile)) {
+#define TILE(R, S) float_tile(job, kind, R, S, tile, strip, begin, next, sums)
+#define CASE(R) case R: \
+        if (R <= TILE_ROWS) { if (strips == 1) TILE(R, 1); else TILE(R, STRIPS_OF(R)); } \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+#undef TILE
+    }
+}
+
+static void float_strips(const void *argument, int unit, int worker) {   /* unit: UNIT strips, for all rows */
+    const LinearJob *job = argument;
+    const Linear *layer = job->layer;
+    int first = unit * UNIT, last = MIN((layer->n + 31) / 32, first + UNIT), line = layer->kind == BF16 ? 64 : 128;
+    f32x16 *sums = job->sums + (size_t)worker * UNIT * job->rows * 2;
+    for (int begin = 0; begin < layer->k; begin += CHUNK)
+        for (int strip = first, strips; strip < last; strip += strips) {
+            strips = strip + STRIPS_OF(job->tile) <= last ? STRIPS_OF(job->tile) : 1;
+            int last_piece = strip + strips >= last, last_chunk = begin + CHUNK >= layer->k;
+            int64_t next = last_piece ? (int64_t)(last_chunk ? last : first) * layer->k + (last_chunk ? 0 : begin + CHUNK)
+                                      : (int64_t)(strip + strips) * layer->k + begin;
+            for (int tile = 0; tile < job->tiles; tile++) {
+                f32x16 *to = sums + ((size_t)(strip - first) * job->rows + tile * job->tile) * 2;
+                const char *ahead = (const char *)layer->weights + next * line;
+                if (layer->kind == BF16) float_piece(job, BF16, tile, strip, strips, begin, ahead, to);
+                else float_piece(job, FP32, tile, strip, strips, begin, ahead, to);
             }
         }
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++) sum[r][c] += x[r] * w[c];
-    }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < 2 * S; c++)
-        store_sum(job, first + r, strip * 32 + c * 16, sum[r][c]);
+    for (int strip = first; strip < last; strip++)
+        for (int row = 0; row < job->rows; row++, sums += 2)
+            for (int c = 0; c < 2; c++) store_sum(job, row, strip * 32 + c * 16, sums[c]);
 }
 
-INLINE void float_rows(const LinearJob *job, int kind, const int R, int first, int strip, int last) {
-    const int S = STRIPS == 1 ? 1 : R <= 2 ? 4 : R <= 4 ? 2 : 1;
-    for (; strip + S <= last; strip += S) float_tile(job, kind, R, S, first, strip);
-    for (; strip < last; strip++) float_tile(job, kind, R, 1, first, strip);
-}
-
-INLINE void float_unit(const LinearJob *job, int kind, int strip, int last) {
-    for (int first = 0; first < job->rows; first += job->tile)
-        switch (MIN(job->tile, job->rows - first)) {
-#define CASE(R) case R: if (R <= TILE_ROWS) float_rows(job, kind, R, first, strip, last); break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-#undef CASE
-        }
-}
-
-static void float_strips(const void *argument, int unit, int worker) {   /* unit: 4 strips, for all rows */
-    const LinearJob *job = argument;
-    int strips = (job->layer->n + 31) / 32, strip = unit * 4, last = MIN(strips, strip + 4);
-    int step = job->rows <= TILE_ROWS ? 4 : 1;   /* with several row tiles, one strip at a time stays in the cache */
-    for (; strip < last; strip += step) {
-        if (job->layer->kind == BF16) float_unit(job, BF16, strip, MIN(last, strip + step));
-        else float_unit(job, FP32, strip, MIN(last, strip + step));
-    }
-}
-
-/* One group to int8: q = x * 127 / peak, rounded to nearest even by adding 1.5 * 2^23. Returns the sum of q. */
+/* One group to int8: q = x * 127 / peak, rounded to nearest even by adding 1.5 * 2^23. Returns the sum of q. The scale of a
+ * group with a NaN or an infinity is NaN. */
 INLINE int quantise_group(const float *x, int group, int8_t *q, float *scale) {
-    f32x16 peaks = {0};
+    f32x16 peaks = {0}, poison = {0};
     float peak = 0;
     for (int i = 0; i < group; i += 16) {
         f32x16 v = {0};
         memcpy(&v, x + i, MIN(16, group - i) * 4);
+        poison += v * 0.0f;
         v = (f32x16)((i32x16)v & 0x7fffffff);
         i32x16 larger = v > peaks;
         peaks = (f32x16)(((i32x16)v & larger) | ((i32x16)peaks & ~larger));
@@ -309,7 +336,7 @@ INLINE int quantise_group(const float *x, int group, int8_t *q, float *scale) {
         memcpy(q + i, &narrow, MIN(16, group - i));
         sums += whole;
     }
-    *scale = peak / 127.0f;
+    *scale = peak / 127.0f + sum16(poison);
     int total = 0;
     for (int lane = 0; lane < 16; lane++) total += sums[lane];
     return total;
@@ -341,16 +368,18 @@ INLINE i32x16 dot4(i32x16 sum, u32x16 weights, int32_t x) {
 
 /* R rows times S strips of 16 channels: integer dot products inside a group, floats across groups. */
 INLINE void int_tile(const LinearJob *job, int kind, const int R, const int S, int first, int strip) {
-    int k = job->layer->k, group = job->layer->group, groups = k / group, words = group / (kind == INT4 ? 8 : 4);
+    int k = job->layer->k, group = job->layer->group, groups = k / group, lines = group / (kind == INT4 ? 8 : 4);
+    int64_t block_bytes = (lines + 1) * 64, strip_bytes = groups * block_bytes;
+    const char *block = (const char *)job->layer->weights + strip * strip_bytes;
     f32x16 total[R][S];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < S; s++) total[r][s] = (f32x16){0};
-    for (int g = 0; g < groups; g++) {
+    for (int g = 0; g < groups; g++, block += block_bytes) {
         i32x16 sum[R][S];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int s = 0; s < S; s++) sum[r][s] = (i32x16){0};
-        for (int i = 0; i < words; i++) UNROLL for (int s = 0; s < S; s++) {
-            const u32x16 *at = (const u32x16 *)job->layer->weights + ((int64_t)(strip + s) * groups + g) * words + i;
-            __builtin_prefetch(at + PREFETCH / S);
-            u32x16 w = *at;
+        const char *ahead = block + AHEAD * block_bytes + (g + AHEAD < groups ? 0 : (S - 1) * strip_bytes);
+        for (int i = 0; i < lines; i++) UNROLL for (int s = 0; s < S; s++) {
+            u32x16 w = *(const u32x16 *)(block + s * strip_bytes + i * 64);
+            __builtin_prefetch(ahead + s * strip_bytes + i * 64);
             UNROLL for (int r = 0; r < R; r++) {
                 const int32_t *x = (const int32_t *)(job->quantised + (int64_t)(first + r) * k + g * group);
                 if (kind == INT8) sum[r][s] = dot4(sum[r][s], w, x[i]);
@@ -361,8 +390,9 @@ INLINE void int_tile(const LinearJob *job, int kind, const int R, const int S, i
             }
         }
         UNROLL for (int s = 0; s < S; s++) {
-            int64_t at = ((int64_t)(strip + s) * groups + g) * 16;
-            f32x16 scale = load_bf16(job->layer->scales + at), minimum = load_bf16(job->layer->minimums + at);
+            u32x16 pair = *(const u32x16 *)(block + s * strip_bytes + lines * 64);
+            f32x16 scale = (f32x16)(pair << 16), minimum = (f32x16)(pair & 0xffff0000u);
+            __builtin_prefetch(ahead + s * strip_bytes + lines * 64);
             UNROLL for (int r = 0; r < R; r++) {
                 int64_t row = (int64_t)(first + r) * groups + g;
                 f32x16 dot = __builtin_convertvector(sum[r][s], f32x16) * job->x_scales[row];
@@ -376,15 +406,15 @@ INLINE void int_tile(const LinearJob *job, int kind, const int R, const int S, i
 }
 
 INLINE void int_rows(const LinearJob *job, int kind, const int R, int first, int begin, int end) {
-    const int S = STRIPS == 1 ? 1 : R <= 2 ? 4 : R <= 4 ? 2 : 1;
+    const int S = STRIPS_OF(R);
     int strip = begin;
     for (; strip + S <= end; strip += S) int_tile(job, kind, R, S, first, strip);
     for (; strip < end; strip++) int_tile(job, kind, R, 1, first, strip);
 }
 
-static void int_strips(const void *argument, int unit, int worker) {   /* unit: 8 strips, for all rows */
+static void int_strips(const void *argument, int unit, int worker) {   /* unit: job->unit strips, for all rows */
     const LinearJob *job = argument;
-    int strips = (job->layer->n + 15) / 16, begin = unit * 8, end = MIN(strips, begin + 8);
+    int begin = unit * job->unit, end = MIN((job->layer->n + 15) / 16, begin + job->unit);
     for (int first = 0; first < job->rows; first += job->tile)
         switch (MIN(job->tile, job->rows - first) * 2 + (job->layer->kind == INT4)) {
 #define CASE(R) case 2 * R: if (R <= INT_ROWS) int_rows(job, INT8, R, first, begin, end); break; \
@@ -400,24 +430,27 @@ static int even_tile(int rows, int limit) {
     return (rows + tiles - 1) / tiles;
 }
 
-/* out (rows, n) = prologue(x) @ weights^T + bias + residual; returns 0, or -1 without memory. */
+/* out (rows, n) = prologue(x) @ weights^T + bias + residual, which may be out itself; returns 0, or -1 without memory. */
 int linear(const Linear *layer, const float *x, float *out, int rows, int prologue, const float *norm, float eps,
            const float *residual) {
     int is_int = layer->kind == INT8 || layer->kind == INT4, k = layer->k;
     LinearJob job = {.layer = layer, .x = x, .norm = norm, .residual = residual, .out = out, .rows = rows,
                      .prologue = prologue, .eps = eps, .tile = even_tile(rows, is_int ? INT_ROWS : TILE_ROWS)};
-    size_t groups = is_int ? k / layer->group : 0;
+    job.tiles = (rows + job.tile - 1) / job.tile;
+    size_t groups = is_int ? k / layer->group : 0, sums = (size_t)pool.threads * UNIT * rows * 32 * 4;
     pthread_mutex_lock(&pool.caller);
-    char *memory = workspace(is_int ? rows * (2 * groups * 4 + (size_t)k) : (size_t)rows * k * 4);
+    char *memory = workspace(is_int ? rows * (2 * groups * 4 + (size_t)k) : sums + (size_t)rows * k * 4);
     if (memory && is_int) {
         job.x_scales = (float *)memory, job.x_sums = job.x_scales + rows * groups;
         job.quantised = (int8_t *)(job.x_sums + rows * groups);
         parallel(quantise_rows, &job, rows * ((k + INT_BLOCK - 1) / INT_BLOCK));
-        parallel(int_strips, &job, ((layer->n + 15) / 16 + 7) / 8);
+        int strips = (layer->n + 15) / 16;
+        job.unit = MAX(UNIT, strips / (8 * pool.threads) / UNIT * UNIT);
+        parallel(int_strips, &job, (strips + job.unit - 1) / job.unit);
     } else if (memory) {
-        job.packed = (float *)memory;
-        parallel(pack_rows, &job, (rows + job.tile - 1) / job.tile * ((k + K_BLOCK - 1) / K_BLOCK));
-        parallel(float_strips, &job, ((layer->n + 31) / 32 + 3) / 4);
+        job.sums = (f32x16 *)memory, job.packed = (float *)(memory + sums);
+        parallel(pack_rows, &job, job.tiles * ((k + K_BLOCK - 1) / K_BLOCK));
+        parallel(float_strips, &job, ((layer->n + 31) / 32 + UNIT - 1) / UNIT);
     }
     pthread_mutex_unlock(&pool.caller);
     return memory ? 0 : -1;
@@ -426,18 +459,24 @@ int linear(const Linear *layer, const float *x, float *out, int rows, int prolog
 /* ---- attention ---- */
 
 typedef struct {
-    int32_t heads, kv_heads, head_dim, kv_kind, capacity, start, rows;
+    int32_t layers, heads, kv_heads, head_dim, kv_kind, capacity, start, rows;
     float eps;
-    const float *q_norm, *k_norm;      /* (head_dim,) or NULL: Qwen3 */
     const float *cos, *sin;            /* (positions, head_dim / 2) */
-} AttentionShape;
+} Shape;
 
 typedef struct {
-    const AttentionShape *shape;
+    const Linear *qkv, *out, *gate_up, *down;
+    const float *input_norm, *mlp_norm;
+    const float *q_norm, *k_norm;      /* (head_dim,) or NULL: Qwen3 */
+    void *keys, *values;               /* (kv_heads, capacity, head_dim) */
+} Layer;
+
+typedef struct {
+    const Shape *shape;
+    const Layer *layer;
     float *qkv;                        /* (rows, (heads + 2 kv_heads) * head_dim), rotated in place */
     const int64_t *positions;          /* (rows,) */
     const uint8_t *visible;            /* (rows, rows): may row i see row j of the pass; NULL: a chain */
-    void *keys, *values;               /* (kv_heads, capacity, head_dim) */
     float *out;                        /* (rows, heads * head_dim) */
     char *memory;
     size_t memory_per_worker;
@@ -446,13 +485,13 @@ typedef struct {
 
 static void rotate_row(const void *argument, int row, int worker) {   /* norm and rotate q and k, store k and v */
     const AttentionJob *job = argument;
-    const AttentionShape *shape = job->shape;
+    const Shape *shape = job->shape;
     int dim = shape->head_dim, half = dim / 2, slot = shape->start + row;
     const float *cos = shape->cos + job->positions[row] * half, *sin = shape->sin + job->positions[row] * half;
     float *x = job->qkv + (int64_t)row * (shape->heads + 2 * shape->kv_heads) * dim;
     for (int head = 0; head < shape->heads + 2 * shape->kv_heads; head++, x += dim) {
         int is_query = head < shape->heads, kv = head - shape->heads, is_value = kv >= shape->kv_heads;
-        const float *norm = is_query ? shape->q_norm : shape->k_norm;
+        const float *norm = is_query ? job->layer->q_norm : job->layer->k_norm;
         if (!is_value && norm) {
             float scale = rms_scale(x, dim, shape->eps);
             for (int i = 0; i < dim; i++) x[i] *= scale * norm[i];
@@ -465,7 +504,7 @@ static void rotate_row(const void *argument, int row, int worker) {   /* norm an
         for (int i = 0; is_query && i < dim; i++) x[i] *= factor;
         if (is_query) continue;
         int64_t at = ((int64_t)(kv % shape->kv_heads) * shape->capacity + slot) * dim;
-        void *to = is_value ? job->values : job->keys;
+        void *to = is_value ? job->layer->values : job->layer->keys;
         for (int i = 0; i < dim; i++) {
             if (shape->kv_kind == BF16) ((uint16_t *)to)[at + i] = to_bf16(x[i]); else ((float *)to)[at + i] = x[i];
         }
@@ -526,7 +565,7 @@ INLINE float softmax_row(float *scores, int slots) {   /* in place, without the 
 }
 
 INLINE void attend_tile(const AttentionJob *job, int kind, int unit, int worker) {
-    const AttentionShape *shape = job->shape;
+    const Shape *shape = job->shape;
     int dim = shape->head_dim, group = shape->heads / shape->kv_heads, kv = unit / job->query_tiles;
     int first = unit % job->query_tiles * QUERY_TILE, count = MIN(QUERY_TILE, shape->rows * group - first);
     int last_row = (first + count - 1) / group, slots = shape->start + (job->visible ? shape->rows : last_row + 1);
@@ -542,7 +581,7 @@ INLINE void attend_tile(const AttentionJob *job, int kind, int unit, int worker)
     }
     for (int slot = 0; slot < padded; slot += SLOTS) {
         for (int s = 0; s < SLOTS; s++) for (int i = 0; i < dim; i += 16) {
-            f32x16 key = slot + s < slots ? load_kv(kind, job->keys, base + (int64_t)(slot + s) * dim + i) : (f32x16){0};
+            f32x16 key = slot + s < slots ? load_kv(kind, job->layer->keys, base + (int64_t)(slot + s) * dim + i) : (f32x16){0};
             for (int lane = 0; lane < 16; lane++) block[(i + lane) * SLOTS + s] = key[lane];
         }
         for (int i = 0; i < count;) {
@@ -561,7 +600,7 @@ INLINE void attend_tile(const AttentionJob *job, int kind, int unit, int worker)
         for (int i = 0; i < count;) {
             const float *weights = scores + (int64_t)i * padded;
             int one = dim - d < 32;
-#define MIX(R, C) mix_rows(kind, R, C, weights, padded, job->values, base + d, dim, slots, to + i, scale + i)
+#define MIX(R, C) mix_rows(kind, R, C, weights, padded, job->layer->values, base + d, dim, slots, to + i, scale + i)
             if (count - i >= 6) { if (one) MIX(6, 1); else MIX(6, 2); i += 6; }
             else { if (one) MIX(1, 1); else MIX(1, 2); i += 1; }
 #undef MIX
@@ -574,11 +613,10 @@ static void attend(const void *argument, int unit, int worker) {
     if (job->shape->kv_kind == BF16) attend_tile(job, BF16, unit, worker); else attend_tile(job, FP32, unit, worker);
 }
 
-/* Rotate, append to the cache and attend; head_dim is a multiple of 16. Returns 0, or -1 without memory. */
-int attention(const AttentionShape *shape, float *qkv, const int64_t *positions, const uint8_t *visible, void *keys,
-              void *values, float *out) {
-    AttentionJob job = {.shape = shape, .qkv = qkv, .positions = positions, .visible = visible, .keys = keys,
-                        .values = values, .out = out};
+/* Rotate, append to the cache and attend; returns 0, or -1 without memory. */
+static int attention(const Shape *shape, const Layer *layer, float *qkv, const int64_t *positions, const uint8_t *visible,
+                     float *out) {
+    AttentionJob job = {.shape = shape, .layer = layer, .qkv = qkv, .positions = positions, .visible = visible, .out = out};
     int queries = shape->rows * (shape->heads / shape->kv_heads), padded = shape->start + shape->rows + SLOTS;
     job.query_tiles = (queries + QUERY_TILE - 1) / QUERY_TILE;
     job.memory_per_worker = ((size_t)SLOTS * shape->head_dim + (size_t)MIN(queries, QUERY_TILE) * padded) * 4 / 64 * 64 + 64;
@@ -590,4 +628,19 @@ int attention(const AttentionShape *shape, float *qkv, const int64_t *positions,
     }
     pthread_mutex_unlock(&pool.caller);
     return job.memory ? 0 : -1;
+}
+
+/* All decoder layers, in place on x (rows, hidden). scratch holds the widest results of a layer: rows * (n of qkv + heads *
+ * head_dim + n of gate_up). head_dim is a multiple of 16. Returns 0, or -1 without memory. */
+int decode(const Shape *shape, const Layer *layers, float *x, const int64_t *positions, const uint8_t *visible, float *scratch) {
+    int rows = shape->rows, failed = 0;
+    for (const Layer *layer = layers; layer < layers + shape->layers && !failed; layer++) {
+        float *qkv = scratch, *mixed = qkv + (int64_t)rows * layer->qkv->n, *gate_up = mixed + (int64_t)rows * layer->out->k;
+        failed |= linear(layer->qkv, x, qkv, rows, RMS_NORM, layer->input_norm, shape->eps, NULL);
+        failed |= attention(shape, layer, qkv, positions, visible, mixed);
+        failed |= linear(layer->out, mixed, x, rows, PLAIN, NULL, 0, x);
+        failed |= linear(layer->gate_up, x, gate_up, rows, RMS_NORM, layer->mlp_norm, shape->eps, NULL);
+        failed |= linear(layer->down, gate_up, x, rows, SWIGLU, NULL, 0, x);
+    }
+    return failed;
 }

@@ -15,8 +15,10 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +37,18 @@ class NativeUnavailable(RuntimeError):
 
 class _Linear(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in ("kind", "n", "k", "group")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("weights", "scales", "minimums", "bias")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("weights", "bias")]
 
 
-class _AttentionShape(ctypes.Structure):
+class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in
-                ("heads", "kv_heads", "head_dim", "kv_kind", "capacity", "start", "rows")]
-    _fields_ += [("eps", ctypes.c_float)]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "cos", "sin")]
+                ("layers", "heads", "kv_heads", "head_dim", "kv_kind", "capacity", "start", "rows")]
+    _fields_ += [("eps", ctypes.c_float), ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.POINTER(_Linear)) for name in ("qkv", "out", "gate_up", "down")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm", "keys", "values")]
 
 
 def compiler_flags() -> list[str]:
@@ -99,7 +105,7 @@ def bind(library: Path) -> ctypes.CDLL:
         raise NativeUnavailable(f"the compiled kernels do not load: {error}") from None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     kernels.linear.argtypes = [ctypes.POINTER(_Linear), pointer, pointer, integer, integer, pointer, ctypes.c_float, pointer]
-    kernels.attention.argtypes = [ctypes.POINTER(_AttentionShape)] + [pointer] * 6
+    kernels.decode.argtypes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), pointer, pointer, pointer, pointer]
     kernels.set_threads.argtypes = [integer]
     kernels.use_openmp.argtypes = [pointer]
     return kernels
@@ -142,20 +148,22 @@ def pack_float(weight: Tensor) -> Tensor:
     return weight.view(-1, 32, k).transpose(1, 2).contiguous()
 
 
-def pack_quantized(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantised weights, scales and minimums in strips of 16 channels, as kernels.c reads them."""
+def pack_quantized(weight: QuantizedWeight) -> Tensor:
+    """A quantised weight in strips of 16 channels and blocks of a group, as kernels.c reads them: (n/16, k/group, lines, 16)
+    int32, the last line of a block holding scales and minimums."""
     values, scales, minimums = weight.values, weight.scales, weight.minimums
     missing = -values.shape[0] % 16
     if missing:
         values, scales, minimums = (torch.cat([t, t.new_zeros(missing, t.shape[1])]) for t in (values, scales, minimums))
-    n, k = values.shape
+    strips, groups = values.shape[0] // 16, scales.shape[1]
     if weight.bits == 4:
-        nibbles = values.view(n // 16, 16, k // 8, 2, 4)
-        words = nibbles[:, :, :, 0] | (nibbles[:, :, :, 1] << 4)  # (strips, 16, k/8, 4)
+        nibbles = values.view(strips, 16, groups, -1, 2, 4)
+        words = nibbles[:, :, :, :, 0] | (nibbles[:, :, :, :, 1] << 4)
     else:
-        words = values.view(n // 16, 16, k // 4, 4)
-    lanes = [t.view(n // 16, 16, -1).transpose(1, 2).contiguous() for t in (scales, minimums)]
-    return words.view(torch.int32).squeeze(-1).transpose(1, 2).contiguous(), lanes[0], lanes[1]
+        words = values.view(strips, 16, groups, -1, 4)
+    pairs = torch.stack([scales, minimums], -1).view(strips, 16, groups, 1, 2)
+    lines = torch.cat([words.contiguous().view(torch.int32), pairs.view(torch.int32)], 3).squeeze(-1)  # (strips, 16, groups, lines)
+    return lines.permute(0, 2, 3, 1).contiguous()
 
 
 def on_huge_pages(tensor: Tensor) -> Tensor:
@@ -178,18 +186,15 @@ class NativeLinear:
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        scales = minimums = None
         if isinstance(weight, QuantizedWeight):
-            kind, group = KINDS[weight.bits], weight.group
-            packed, scales, minimums = pack_quantized(weight)
+            kind, group, packed = KINDS[weight.bits], weight.group, pack_quantized(weight)
         else:
             kind, group, packed = KINDS[weight.dtype], 0, pack_float(weight)
         packed = on_huge_pages(packed)
         bias = bias.float().contiguous() if bias is not None else None
-        self.tensors = [t for t in (packed, scales, minimums, bias) if t is not None]
-        address = [t.data_ptr() if t is not None else None for t in (packed, scales, minimums, bias)]
-        self._struct = _Linear(kind, self.out_features, self.in_features, group, *address)
-        self._reference = ctypes.byref(self._struct)
+        self.tensors = [packed] if bias is None else [packed, bias]
+        self.struct = _Linear(kind, self.out_features, self.in_features, group, *(t.data_ptr() for t in self.tensors))
+        self._reference = ctypes.byref(self.struct)
         self._linear = load().linear
 
     @property
@@ -219,28 +224,39 @@ class NativeLinear:
         return out  # (W, n)
 
 
-class NativeAttention:
-    """Rotary positions, the append to the KV cache and attention in one call."""
+class NativeLayers:
+    """The decoder layers of a model as one call: per layer, attention with rotary positions and the append to the KV cache,
+    and the gated MLP."""
 
-    def __init__(self, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
-        if head_dim % 16:
-            raise NativeUnavailable(f"head size {head_dim} is not a multiple of 16")
-        self._shape = _AttentionShape(heads, kv_heads, head_dim, eps=eps)
-        self._reference = ctypes.byref(self._shape)
-        self._attention = load().attention
+    def __init__(self, layers: Sequence[Any], heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+        """layers: with the fields of transformer.Layer, whose linear layers are NativeLinear."""
+        self._shape = _Shape(len(layers), heads, kv_heads, head_dim, eps=eps)
+        self._layers = (_Layer * len(layers))()
+        for struct, layer in zip(self._layers, layers, strict=True):
+            for name in ("qkv", "out", "gate_up", "down"):
+                setattr(struct, name, ctypes.pointer(getattr(layer, name).struct))
+            for name in ("input_norm", "mlp_norm", "q_norm", "k_norm"):
+                norm = getattr(layer, name)
+                setattr(struct, name, None if norm is None else norm.data_ptr())
+        self._scratch = layers[0].qkv.out_features + heads * head_dim + layers[0].gate_up.out_features  # floats per row
+        self._keep = list(layers)  # their memory is pointed to
+        self._decode = load().decode
 
-    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor, start: int, positions: Tensor, visible: Tensor | None,
-                 cos: Tensor, sin: Tensor, q_norm: Tensor | None = None, k_norm: Tensor | None = None) -> Tensor:
-        shape, rows = self._shape, qkv.shape[0]
-        assert keys.is_contiguous() and values.is_contiguous() and start + rows <= keys.shape[1]
-        shape.kv_kind, shape.capacity, shape.start, shape.rows = KINDS[keys.dtype], keys.shape[1], start, rows
+    def __call__(self, x: Tensor, keys: Tensor, values: Tensor, start: int, positions: Tensor, visible: Tensor | None,
+                 cos: Tensor, sin: Tensor) -> Tensor:
+        """x (W, hidden) fp32, overwritten -> the last layer's output. keys, values (layers, kv_heads, capacity, head_dim):
+        W slots from `start` on are written. positions (W,) int64; visible (W, W) uint8, or None for a chain."""
+        shape, rows = self._shape, x.shape[0]
+        assert keys.is_contiguous() and values.is_contiguous() and start + rows <= keys.shape[2]
+        assert x.is_contiguous() and x.dtype == torch.float32 and int(positions.max()) < cos.shape[0]
+        shape.kv_kind, shape.capacity, shape.start, shape.rows = KINDS[keys.dtype], keys.shape[2], start, rows
         shape.cos, shape.sin = cos.data_ptr(), sin.data_ptr()
-        shape.q_norm = None if q_norm is None else q_norm.data_ptr()
-        shape.k_norm = None if k_norm is None else k_norm.data_ptr()
-        out = torch.empty(rows, shape.heads * shape.head_dim)
-        failed = self._attention(self._reference, qkv.data_ptr(), positions.data_ptr(),
-                                 None if visible is None else visible.data_ptr(), keys.data_ptr(), values.data_ptr(),
-                                 out.data_ptr())
+        for index, struct in enumerate(self._layers):
+            struct.keys = keys.data_ptr() + index * keys.stride(0) * keys.element_size()
+            struct.values = values.data_ptr() + index * values.stride(0) * values.element_size()
+        scratch = torch.empty(rows, self._scratch)
+        failed = self._decode(ctypes.byref(shape), self._layers, x.data_ptr(), positions.data_ptr(),
+                              None if visible is None else visible.data_ptr(), scratch.data_ptr())
         if failed:
-            raise MemoryError("no memory left for the working buffer of attention")
-        return out  # (W, heads * head_dim)
+            raise MemoryError("no memory left for the working buffer of a pass")
+        return x

@@ -1,7 +1,7 @@
 """One lean decoder for the Llama-shaped families: Qwen2/2.5, Qwen3, Llama (SmolLM2), Mistral without a sliding window.
 
-A layer is five operations, each in one of two forms: the kernels of native.py (CPU, fp32 activations over bf16, fp32 or
-quantised weights) or the PyTorch operators of layers.py. The decoder owns its KV cache and knows nothing of speculation:
+The layers exist in two forms: the kernels of native.py (CPU, fp32 activations over bf16, fp32 or quantised weights) and the
+PyTorch operators of layers.py. The decoder owns its KV cache and knows nothing of speculation:
 a pass is given tokens, their positions, and which rows of the pass each row may see.
 """
 
@@ -138,7 +138,7 @@ class Decoder:
             self._extend_rope(self.cache.capacity)
         if self.backend == "native":
             native.set_threads(torch.get_num_threads())
-            self._attention = native.NativeAttention(config.heads, config.kv_heads, config.head_dim, config.rms_norm_eps)
+            self._native_layers = native.NativeLayers(self.layers, config.heads, config.kv_heads, config.head_dim, config.rms_norm_eps)
 
     def _choose_backend(self, wanted: str) -> tuple[str, str]:
         if wanted not in ("auto", "native", "torch"):
@@ -237,9 +237,12 @@ class Decoder:
         """Logits of the last `num_logits` rows (all by default), (rows, V) fp32; appends W slots to the cache.
 
         token_ids (W,) int64. positions (W,) int64: by default they follow the cache. visible (W, W) bool: may row i see
-        row j of this pass; by default a chain. Every row sees the whole cache. Raises ValueError when the cache is full.
+        row j of this pass; by default a chain. Every row sees the whole cache. Raises ValueError when the cache is full or no
+        token is given.
         """
         rows = token_ids.shape[0]
+        if not rows:
+            raise ValueError("a pass needs at least one token")
         self.cache.check_room(rows)
         token_ids = token_ids.to(self.device)
         start = self.cache.length
@@ -247,7 +250,9 @@ class Decoder:
         positions = slots if positions is None else positions.to(self.device)
         num_logits = rows if num_logits is None else num_logits
         if self.backend == "native":
-            hidden = self._native_layers(token_ids, positions, visible)
+            seen = None if visible is None else visible.to(torch.uint8).contiguous()
+            hidden = self._native_layers(self._embed(token_ids), self.cache.keys, self.cache.values, start, positions, seen,
+                                         self.cos, self.sin)
         else:
             mask = self._mask(rows, visible)
             hidden = self.step(token_ids, positions, slots, mask)
@@ -267,18 +272,6 @@ class Decoder:
     def _embed(self, token_ids: Tensor) -> Tensor:
         rows = self.head.rows(token_ids) if self.embedding is None else self.embedding[token_ids]
         return rows.to(self.activations).contiguous()
-
-    def _native_layers(self, token_ids: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
-        x, eps, cache = self._embed(token_ids), self.config.rms_norm_eps, self.cache  # x: (W, hidden)
-        seen = None if visible is None else visible.to(torch.uint8).contiguous()
-        for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(x, norm=layer.input_norm, eps=eps)
-            mixed = self._attention(qkv, cache.keys[index], cache.values[index], cache.length, positions, seen,
-                                    self.cos, self.sin, layer.q_norm, layer.k_norm)
-            x = layer.out(mixed, residual=x)
-            gate_up = layer.gate_up(x, norm=layer.mlp_norm, eps=eps)
-            x = layer.down(gate_up, swiglu=True, residual=x)
-        return x
 
     def _mask(self, rows: int, visible: Tensor | None) -> Tensor:
         """(W, visible length) bool: the cache, and what each row may see of this pass."""

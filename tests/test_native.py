@@ -24,7 +24,7 @@ from native import NativeLinear, NativeUnavailable
 from quantize import QuantizedWeight, quantize
 
 KINDS = ("bf16", "fp32", "int8", "int4")
-SHAPES = ((33, 40), (16, 64), (100, 2112), (130, 192))  # odd numbers of channels, small groups, inputs beyond one block
+SHAPES = ((33, 40), (16, 64), (100, 2112), (130, 192))  # odd numbers of channels, small groups, inputs beyond one piece
 CACHE = native.cache_folder()  # of the user, where the kernels of this CPU are kept
 GENERIC = ["-O3", "-mcpu=x86_64_v3", "-ffp-contract=fast", "-shared", "-fPIC"]  # AVX2 and FMA: no AVX-512, no VNNI
 
@@ -120,6 +120,27 @@ def test_a_rows_bits_do_not_depend_on_the_width(kind: str, build: str) -> None:
                     end = begin + width
                     found = layer(x[begin:end].contiguous(), **cut(arguments, begin, end))
                     assert torch.equal(found, single[begin:end]), (n, k, name, width)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_inputs_and_rows_of_any_number(kind: str, build: str) -> None:
+    """Caught: what is left of a piece after its steps of four, and a last row tile much lower than the others."""
+    n, k = 70, 519
+    layer, x = NativeLinear(weight_of(kind, n, k)), random(49, k)
+    single = torch.cat([layer(row) for row in x.split(1)])
+    assert torch.allclose(single, x @ weight_of(kind, n, k).float().T, atol=1e-4)
+    for width in (13, 24, 25, 37, 49):
+        assert torch.equal(layer(x[:width].contiguous()), single[:width]), width
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_damaged_inputs_stay_visible(kind: str, value: float, build: str) -> None:
+    """Caught: integer layers took a NaN for a large number, and the damage came out as a fluent wrong text."""
+    x = random(3, 64)
+    x[1, 40] = value
+    finite = NativeLinear(weight_of(kind, 16, 64))(x).isfinite()
+    assert finite[[0, 2]].all() and not finite[1].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -188,6 +188,15 @@ def test_no_logits_for_prompt_positions_other_than_the_last(backend: str, monkey
     assert made.prefill(torch.arange(5), num_logits=0).shape == (0, VOCAB) and rows == [1]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pass_of_no_tokens_is_refused(backend: str) -> None:
+    """Caught: a division by zero in the kernels, which ended the process."""
+    made = decoder("target", "fp32", backend)
+    made.reserve(8)
+    with pytest.raises(ValueError, match="at least one token"):
+        made.forward(torch.arange(0))
+
+
 def test_a_step_is_one_graph_whatever_its_values() -> None:
     """Caught: a Python branch or a shape that depends on a position or a token, so that a step cannot be captured."""
     torch._dynamo.reset()
