@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import native
 from cache import cache_folder
 from cli import DTYPES, non_negative_int, positive_int
 from drafters import CombinedDrafter, Drafter, LookupDrafter, ModelDrafter
@@ -132,8 +133,9 @@ def make_drafter(kind: str, draft: Decoder | None) -> Drafter | None:
 
 
 def shared_vocabulary(pair: Pair, *decoders: Decoder | None) -> int:
-    """Ids that every model scores and the tokenizer knows; logits beyond are padding."""
-    return min(len(pair.tokenizer), *(decoder.config.vocab_size for decoder in decoders if decoder is not None))
+    """Ids that every model scores and the tokenizer knows, special tokens included; logits beyond are padding."""
+    known = max(len(pair.tokenizer), *(token + 1 for token in (-1, *pair.tokenizer.added_tokens_decoder)))
+    return min(known, *(decoder.config.vocab_size for decoder in decoders if decoder is not None))
 
 
 def generation_config(args: argparse.Namespace, pair: Pair, **overrides: Any) -> GenerationConfig:
@@ -146,13 +148,14 @@ def generation_config(args: argparse.Namespace, pair: Pair, **overrides: Any) ->
 
 
 def shapes_file(target: Decoder, digest: str) -> Path:
-    """Where measured widths of this model on this machine are kept."""
-    key = f"{digest}-{target.weights}-{target.backend}-{target.device.type}-{torch.get_num_threads()}t-{torch.__version__}"
+    """Where measured widths of this model, with these kernels, on this machine are kept."""
+    operators = native.identity() if target.backend == "native" else torch.__version__
+    key = f"{digest}-{target.weights}-{target.backend}-{target.device.type}-{torch.get_num_threads()}t-{operators}"
     return cache_folder() / "shapes" / f"{key}.json"
 
 
 def usable_widths(target: Decoder, digest: str) -> Widths:
-    """The widths on file; else, with native kernels, all of them with seconds measured now (about 2 s), else a fixed one."""
+    """The widths on file; else, with native kernels, all of them with seconds measured now (up to 10 s), else a fixed one."""
     file = shapes_file(target, digest)
     try:
         stored = json.loads(file.read_text())

@@ -197,8 +197,9 @@ def settings(args: argparse.Namespace, pair: Pair, tasks: Sequence[Task]) -> dic
     """The header row."""
     sampling = asdict(sampling_from(args))
     del sampling["coupling"]  # that is a matter of the variant
+    unused = {} if any(VARIANTS[name].needs_draft for name in args.variants) else {"draft": None, "draft_digest": None}
     return results.header(
-        args, pair, prompts=len(tasks), prompt_set=digest([(task.id, task.ids) for task in tasks]),
+        args, pair, **unused, prompts=len(tasks), prompt_set=digest([(task.id, task.ids) for task in tasks]),
         max_new_tokens=args.max_new_tokens, variants=list(args.variants), repeats=args.repeats, sampling=sampling,
         digests=not args.no_digests, definitions=DEFINITIONS)
 

@@ -104,6 +104,13 @@ class Proposal:
         self.draft_probs.append(probs)
         self.alternatives.append(list(alternatives))
 
+    @property
+    def drawn(self) -> list[float | None]:
+        """Confidences by position of the tokens that the draft model drew: None for a suggestion, no looked-up ones."""
+        if self.source != "model":
+            return []
+        return [None, *self.confidences[1:]] if self.suggested else [*self.confidences]
+
     def start_with(self, suggestion: Suggestion) -> None:
         """Take the target's own prediction as the first draft token."""
         self.add(suggestion.token, SUGGESTION_CONFIDENCE, SUGGESTION_CONFIDENCE, suggestion.probs)

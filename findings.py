@@ -158,8 +158,13 @@ class Findings:
                         "same_bits": same(rows, "same_bits")}
 
     def caption(self, name: str) -> str:
-        """How a file was measured, in one line."""
-        return caption(self.header(name), self.optional(name, "run"))
+        """How a file was measured, in one line; each part of a file that was measured in parts."""
+        parts = {f"{header.get('backend')}, {header.get('weights')}": header for header in self.optional(name, "header")}
+        if not parts:
+            return caption(self.header(name), self.optional(name, "run"))
+        own = self.header(name)
+        parts[f"{own.get('backend')}, {own.get('weights')}"] = own
+        return "; ".join(f"{part}: {caption(parts[part])}" for part in sorted(parts))
 
 
 def make_with(name: str, kind: str | None = None) -> str:

@@ -58,25 +58,42 @@ def compiler_flags() -> list[str]:
     return flags
 
 
-def build(folder: Path, flags: list[str] | None = None) -> Path:
-    """Compile kernels.c into `folder` unless this source, compiler, CPU and set of flags is there; return the library."""
-    flags = flags or compiler_flags()
+def identity(flags: list[str] | None = None) -> str:
+    """16 hex digits of this source, compiler, CPU and set of flags. Raises NativeUnavailable without the compiler."""
     try:
         compiler = metadata.version("ziglang")
     except metadata.PackageNotFoundError:
         raise NativeUnavailable("the package ziglang is not installed") from None
-    identity = repr((SOURCE.read_bytes(), compiler, flags, platform.machine(), sorted(torch.cpu.get_capabilities().items())))
-    library = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # removed with the compiler's own cache
-            built = Path(scratch) / "kernels.so"
-            environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": scratch, "ZIG_LOCAL_CACHE_DIR": scratch}
-            command = [sys.executable, "-m", "ziglang", "cc", *flags, "-o", str(built), str(SOURCE), "-lpthread", "-lm"]
-            result = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if result.returncode:
-                raise NativeUnavailable(f"the compiler refused kernels.c: {(result.stderr.strip() or '?').splitlines()[0]}")
-            os.replace(built, library)
+    flags = flags or compiler_flags()
+    parts = (SOURCE.read_bytes(), compiler, flags, platform.machine(), sorted(torch.cpu.get_capabilities().items()))
+    return short_hash(repr(parts).encode())
+
+
+def short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def build(folder: Path, flags: list[str] | None = None) -> Path:
+    """Compile kernels.c into `folder` unless its library is there undamaged; return the library.
+
+    A library's name ends in the hash of its content: loading one that was cut short could kill the process.
+    """
+    prefix = f"kernels-{identity(flags)}-"
+    for library in folder.glob(f"{prefix}*.so"):
+        if library.name == f"{prefix}{short_hash(library.read_bytes())}.so":
+            return library
+        library.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # removed with the compiler's own cache
+        built = Path(scratch) / "kernels.so"
+        environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": scratch, "ZIG_LOCAL_CACHE_DIR": scratch}
+        command = [sys.executable, "-m", "ziglang", "cc", *(flags or compiler_flags()), "-o", str(built), str(SOURCE),
+                   "-lpthread", "-lm"]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if result.returncode:
+            raise NativeUnavailable(f"the compiler refused kernels.c: {(result.stderr.strip() or '?').splitlines()[0]}")
+        library = folder / f"{prefix}{short_hash(built.read_bytes())}.so"
+        os.replace(built, library)
     return library
 
 

@@ -4,7 +4,9 @@ A round that drafts k tokens emits 1 + sum of reach_i tokens on average, where r
 1..i are all accepted. In the long run the tokens per second are highest when a round goes on exactly while the next
 token's expected gain exceeds what the same time earns elsewhere: reach * acceptance > rate * seconds (the renewal-reward
 rule). `rate` is the call's own running rate; acceptance is calibrated online, from the draft's confidence to the observed
-share, and starts anew in each call.
+share, and starts anew in each call. Where drafting does not pay, one token is drafted now and then to see whether that has
+changed: after a wait twice as long as before if the last such token was wrong, half as long if it was right, and never
+where even a certain token would cost more than it brings.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from shapes import Widths
 BINS = 8  # of draft confidence
 PRIOR_WEIGHT = 6.0  # observations that the prior counts for
 PRIOR_ACCEPTANCE = 0.7
-PROBE_EVERY = 8  # rounds without a draft before one token is drafted to see whether that still holds
+PROBE_AFTER, PROBE_AFTER_AT_MOST = 8, 32  # rounds without a draft before a probe: at first, and after some in vain
 
 
 class Policy(Protocol):
@@ -31,7 +33,7 @@ class Policy(Protocol):
     def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool: ...
     def lookup_pays(self, chance: float, num_tokens: int) -> bool: ...
     def sibling_pays(self, chance: float, rows: int) -> bool: ...
-    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int,
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int,
                 seconds: float) -> None: ...
 
 
@@ -53,9 +55,11 @@ class Calibration:
     def average(self) -> float:
         return self.all_accepted / self.all_judged
 
-    def observe(self, confidences: Sequence[float], num_accepted: int) -> None:
-        """Count the tokens that were judged: the accepted ones and the first wrong one."""
+    def observe(self, confidences: Sequence[float | None], num_accepted: int) -> None:
+        """Count the draft's own tokens (None: another's) that were judged: the accepted ones and the first wrong one."""
         for position, confidence in enumerate(confidences[:num_accepted + 1]):
+            if confidence is None:
+                continue
             index, right = min(int(confidence * BINS), BINS - 1), float(position < num_accepted)
             self.accepted[index] += right
             self.judged[index] += 1
@@ -73,7 +77,7 @@ class DynamicK:
     def begin(self) -> None:
         """Forget everything: each call is judged on its own."""
         self.calibration = Calibration()
-        self.skipped = 0
+        self.skipped, self.patience = 0, PROBE_AFTER
         self.step = self.first_guess or self.widths.cost(1) / 8  # seconds of a draft step
         rows = min(5, self.widths.largest)
         tokens = sum(PRIOR_ACCEPTANCE**i for i in range(rows))
@@ -97,12 +101,12 @@ class DynamicK:
         next_chance: that of the next token where it is known beforehand; else the average is expected.
         """
         self.step = draft_seconds or self.step
-        if not chances and self.skipped >= PROBE_EVERY:
-            return True
         rows = len(chances) + 1
-        extra = draft_seconds + self.widths.cost(rows + 1) - self.widths.cost(rows)
+        price = self.rate * (draft_seconds + self.widths.cost(rows + 1) - self.widths.cost(rows))  # tokens
+        if not chances and self.skipped >= self.patience:
+            return price < 1  # a probe, unless not even a certain token would pay
         expected = self.calibration.average if next_chance is None else next_chance
-        return math.prod(chances) * expected > self.rate * extra
+        return math.prod(chances) * expected > price
 
     def lookup_pays(self, chance: float, num_tokens: int) -> bool:
         """Whether looked-up tokens, each accepted with this chance, promise more tokens per second than the rate so far."""
@@ -122,9 +126,13 @@ class DynamicK:
         gain = (1 - self.calibration.average) + self.rate * self.step
         return chance * gain > self.rate * (self.widths.cost(rows + 1) - self.widths.cost(rows)) + 0.005
 
-    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int, seconds: float) -> None:
-        """Learn from a round: `confidences` are the draft model's (none where the tokens were looked up)."""
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float) -> None:
+        """Learn from a round: `confidences` are the draft model's, by position; None for a token that it did not draw."""
         self.calibration.observe(confidences, num_accepted)
+        if drafted and self.skipped < self.patience:
+            self.patience = PROBE_AFTER
+        elif drafted:  # a probe
+            self.patience = max(1, self.patience // 2) if num_accepted else min(2 * self.patience, PROBE_AFTER_AT_MOST)
         self.skipped = 0 if drafted else self.skipped + 1
         self.tokens, self.seconds = 0.97 * self.tokens + emitted, 0.97 * self.seconds + seconds
 
@@ -135,7 +143,7 @@ class FixedK(DynamicK):
     def __init__(self, num_tokens: int, widths: Widths) -> None:
         if num_tokens < 0:
             raise ValueError(f"the number of speculative tokens is {num_tokens}; use 0 for plain decoding or more")
-        if num_tokens >= widths.largest and not widths.any_width:
+        if num_tokens >= widths.most_rows:
             raise ValueError(f"{num_tokens} speculative tokens need a pass of {num_tokens + 1} rows; the largest width "
                              f"in use is {widths.largest}")
         super().__init__(widths)
@@ -163,14 +171,14 @@ class Heuristic(FixedK):
     """Hugging Face's schedule: two tokens more after a round that was right throughout, else one less (at least one)."""
 
     def __init__(self, widths: Widths, num_tokens: int = 5) -> None:
-        self.start, self.most = num_tokens, 20 if widths.any_width else min(20, widths.largest - 1)
+        self.start, self.most = num_tokens, min(20, widths.most_rows - 1)
         super().__init__(num_tokens, widths)
 
     def begin(self) -> None:
         super().begin()
         self.max_tokens = self.start
 
-    def observe(self, drafted: int, confidences: Sequence[float], num_accepted: int, emitted: int, seconds: float) -> None:
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float) -> None:
         super().observe(drafted, confidences, num_accepted, emitted, seconds)
         if drafted:
             right = num_accepted == drafted

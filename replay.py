@@ -99,7 +99,7 @@ def play(trace: Trace, policy: Policy, draft_seconds: float, widths: Widths) -> 
 
 def policies(widths: Widths) -> dict[str, Callable[[], Policy]]:
     """Everything that is compared; fixed K as far as passes and traces reach."""
-    largest = DEPTH if widths.any_width else min(DEPTH, widths.largest - 1)
+    largest = min(DEPTH, widths.most_rows - 1)
     fixed: dict[str, Callable[[], Policy]] = {f"fixed-{k}": partial(FixedK, k, widths) for k in range(largest + 1)}
     return fixed | {"dynamic": partial(DynamicK, widths),
                     "confidence-stop": partial(ConfidenceStop, widths, num_tokens=largest),

@@ -50,9 +50,15 @@ def scikit_learn() -> str | None:
 
 
 def header(args: argparse.Namespace, pair: Pair | None, **extra: Any) -> dict[str, Any]:
-    """The first row: everything needed to run it again and to judge it. pair: None where no models are loaded."""
+    """The first row: everything needed to run it again and to judge it.
+
+    pair: None where no models are loaded. Its draft model is recorded unless --drafter says that it is not loaded; a script
+    that decides otherwise passes draft and draft_digest.
+    """
     device = getattr(args, "device", torch.device("cpu"))
     target, draft = (pair.target, pair.draft) if pair else (None, None)
+    if getattr(args, "drafter", "model") not in ("both", "model"):
+        draft = None
     return {
         "type": "header", "script": Path(sys.argv[0]).name,
         "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),

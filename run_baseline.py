@@ -71,8 +71,7 @@ def main() -> None:
     prompts = cli.load_prompts(args.prompts)[:args.limit]
     pair = cli.pair_from(args)
     rates: list[float] = []
-    header = results.header(args, pair, max_new_tokens=args.max_new_tokens, prompts=args.prompts.name,
-                            draft=None, draft_digest=None)  # not loaded
+    header = results.header(args, pair, max_new_tokens=args.max_new_tokens, prompts=args.prompts.name)
     with results.Writer(args.output, header) as writer:
         assembled = assemble(pair, args)
         for note in assembled.notes:

@@ -2,14 +2,16 @@
 
 With the kernels of native.py every width gives the same bits, so all may be used; the measured seconds say which is
 cheapest. On PyTorch's operators the bits depend on the width: there only widths are used that were *shown* to agree on
-this machine (`verify.py --shapes`), or a single fixed one, which is exact by construction.
+this machine, or a single fixed one. `verify.py --shapes` measures which, and also whether a row's bits depend on its place
+in a pass of one width, which would make even a fixed width inexact.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +50,11 @@ class Widths:
     def largest(self) -> int:
         return max(self.seconds)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the widest pass that may be used; beyond any need where every width may."""
+        return 1 << 62 if self.any_width else self.largest
+
     def fit(self, rows: int) -> int:
         """The cheapest width that holds `rows` rows. Raises ValueError beyond the largest."""
         if self.any_width:
@@ -71,20 +78,23 @@ class Widths:
         return self.seconds[known[-1]] * rows / known[-1]
 
 
-def measure_seconds(decoder: Steppable, widths: tuple[int, ...], context: int = 64, repeats: int = 3) -> dict[int, float]:
-    """Median seconds of a pass by width, made monotonic: a wider pass is never taken to be cheaper than a narrower one."""
+def measure_seconds(decoder: Steppable, widths: Sequence[int], context: int = 64, rounds: int = 7,
+                    budget: float = 10.0) -> dict[int, float]:
+    """Seconds of an undisturbed pass by width: the fastest of `rounds`, of at least 3 where `budget` seconds are over before.
+
+    Made monotonic: a wider pass is never taken to be cheaper than a narrower one.
+    """
     decoder.reserve(context + max(widths))
     ids = torch.arange(context) % 50 + 5
     decoder.prefill(ids)
-    found: dict[int, list[float]] = {width: [] for width in widths}
-    for _ in range(repeats):
-        for width in widths:  # interleaved: a slow moment of the machine does not fall on one width
+    fastest = dict.fromkeys(sorted(widths), math.inf)
+    begun = time.perf_counter()
+    for done in range(rounds):
+        if done >= 3 and time.perf_counter() - begun > budget:
+            break
+        for width in fastest:  # interleaved: a slow moment of the machine does not fall on one width
             start = time.perf_counter()
             decoder.forward(ids[:width])
-            found[width].append(time.perf_counter() - start)
+            fastest[width] = min(fastest[width], time.perf_counter() - start)
             decoder.cache.crop(context)  # type: ignore[attr-defined]
-    seconds, slowest = {}, 0.0
-    for width in sorted(widths):
-        slowest = max(slowest, sorted(found[width])[repeats // 2])
-        seconds[width] = slowest
-    return seconds
+    return dict(zip(fastest, itertools.accumulate(fastest.values(), max), strict=True))

@@ -87,7 +87,8 @@ class SpeculativeDecoder:
     """A target with its drafter. Runs one generation at a time; a new one ends the one before.
 
     vocab_size: ids from here on are padding of the logits and never chosen. widths: see shapes.py; by default every
-    width is used and costs the same. policy: replaces the choice of K by the configuration (for comparisons).
+    width is used and costs the same. policy: replaces the choice of K by the configuration (for comparisons). Raises
+    ValueError for a policy that wants to draft more tokens than the widest pass holds.
     """
 
     def __init__(self, target: Model, drafter: Drafter | None = None, *, vocab_size: int, widths: Widths | None = None,
@@ -96,9 +97,16 @@ class SpeculativeDecoder:
         self.widths = widths or Widths({1: 1.0, 64: 1.0})
         self.policy = policy
         self._calls = 0
+        if policy is not None and policy.limit() >= self.widths.most_rows:
+            raise ValueError(f"the policy drafts up to {policy.limit()} tokens, but the widest pass in use has "
+                             f"{self.widths.largest} rows; use a limit of {self.widths.largest - 1} or less")
 
     def generate(self, prompt: Sequence[int], config: GenerationConfig | None = None) -> Generation:
-        """Start a generation. Raises ValueError for an empty prompt, several, or one that leaves the target no room."""
+        """Start a generation.
+
+        Raises ValueError for an empty prompt, several, ids that no token has, a prompt that leaves the target no room, and
+        more draft tokens than the widest pass in use holds.
+        """
         config = config or GenerationConfig()
         try:
             tokens = [operator.index(token) for token in prompt]
@@ -109,8 +117,12 @@ class SpeculativeDecoder:
         if len(tokens) >= self.target.max_length and config.max_new_tokens:
             raise ValueError(f"the prompt has {len(tokens)} tokens and the target's context ends at "
                              f"{self.target.max_length}; shorten it")
+        unknown = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
+        if unknown is not None:
+            raise ValueError(f"the prompt has the token id {unknown}, outside 0 to {self.vocab_size - 1}; encode it with the "
+                             "tokenizer of this model")
         statistics = Statistics()
-        return Generation(self._rounds(tokens, config, statistics), statistics)
+        return Generation(self._rounds(tokens, config, self._policy(config), statistics), statistics)
 
     def _policy(self, config: GenerationConfig) -> Policy:
         if self.policy is not None:
@@ -119,14 +131,15 @@ class SpeculativeDecoder:
             return DynamicK(self.widths)
         return FixedK(config.num_speculative_tokens, self.widths)
 
-    def _rounds(self, tokens: list[int], config: GenerationConfig, statistics: Statistics) -> Iterator[Round]:
+    def _rounds(self, tokens: list[int], config: GenerationConfig, policy: Policy,
+                statistics: Statistics) -> Iterator[Round]:
         """The rounds of one generation; `tokens` grows from the prompt."""
         if not config.max_new_tokens:
             return
         self._calls += 1
         call, end = self._calls, min(len(tokens) + config.max_new_tokens, self.target.max_length)
         limit_reason = "length" if end == len(tokens) + config.max_new_tokens else "context"
-        chooser, policy = Chooser(config.sampling, self.vocab_size), self._policy(config)
+        chooser = Chooser(config.sampling, self.vocab_size)
         policy.begin()
         drafter = self.drafter if policy.limit() and config.num_speculative_tokens != 0 else None
         prompt, suggestion = list(tokens), None
@@ -147,7 +160,7 @@ class SpeculativeDecoder:
             begun = time.perf_counter()  # the draft's prefill is no part of what a round costs
             proposal = Proposal()
             if drafter is not None:
-                limit = min(policy.limit(), end - len(tokens) - 1)
+                limit = min(policy.limit(), self.widths.most_rows - 1, end - len(tokens) - 1)
                 proposal = drafter.propose(tokens, limit, policy, chooser, suggestion)
                 self._note_context(proposal, drafter, statistics)
             drafted = time.perf_counter()
@@ -156,8 +169,7 @@ class SpeculativeDecoder:
             if drafter is not None:
                 drafter.settle(proposal, this_round.num_accepted, tokens)
             this_round.seconds = time.perf_counter() - start
-            learned = proposal.confidences if proposal.source == "model" else []
-            policy.observe(len(proposal.tokens), learned, this_round.num_accepted, len(this_round.tokens),
+            policy.observe(len(proposal.tokens), proposal.drawn, this_round.num_accepted, len(this_round.tokens),
                            this_round.seconds - (begun - start))
 
     @staticmethod
@@ -234,8 +246,7 @@ class SpeculativeDecoder:
         rows = len(proposal.tokens) + 1
         free = self.widths.fit(rows)
         chosen: list[tuple[int, int]] = []
-        for chance, depth, token in leaves[:min(MAX_SIBLINGS, self.widths.largest - rows if not self.widths.any_width
-                                                else MAX_SIBLINGS)]:
+        for chance, depth, token in leaves[:min(MAX_SIBLINGS, self.widths.most_rows - rows)]:
             if rows >= free and not policy.sibling_pays(chance, rows):
                 break
             chosen.append((depth, token))

@@ -23,13 +23,13 @@ from tqdm import tqdm
 
 import assemble
 import cli
+import proven_widths
 import results
 from assemble import Assembled
 from comparison import Outcome, Reference, first_difference
 from crosscheck import CrossCheck, Trace, cross_check, describe, hugging_face_traces, trace_of
 from metrics import Statistics
 from models import Pair
-from proven_widths import POSITIONS, largest_class, measure_shapes, proven_widths
 from sampling import SamplingParams
 from shapes import Widths
 from spec_decode import GenerationConfig
@@ -203,34 +203,6 @@ def checks(against: str, checked: list[Reference], traces: list[Trace], args: ar
             for case, theirs in zip(checked, traces, strict=True)]
 
 
-# ---- which widths agree ----
-
-
-def shapes_mode(pair: Pair, args: argparse.Namespace, writer: results.Writer) -> int:
-    """Measure, print, keep for the engine."""
-    weights = args.target_weights or assemble.DTYPE_NAMES[args.dtype]
-    target = assemble.load_decoder(pair.target, weights, args.device, args.backend)
-    shapes = measure_shapes(target)
-    agreeing, native = largest_class(shapes), target.backend == "native"
-    widths = proven_widths(shapes, agreeing, native)
-    assemble.store_widths(assemble.shapes_file(target, pair.target.digest), widths)
-    rows = [{"type": "shape", "backend": target.backend, "weights": weights, "width": shape.width,
-             "equal": shape.num_equal(agreeing[0]), "positions": POSITIONS, "seconds": shape.seconds,
-             "proven": shape in agreeing and len(agreeing) > 1} for shape in shapes]
-    print(f"{pair.target.name}, {weights}, {target.backend} backend; reference: width {agreeing[0].width}\n"
-          f"{'width':>5} {'equal positions':>15} {'ms':>8}  proven")
-    for row in rows:
-        writer.write(row)
-        proven = "yes" if row["proven"] else "no"
-        print(f"{row['width']:>5} {row['equal']:>12}/{POSITIONS} {1000 * row['seconds']:>8.1f}  {proven}")
-    bug = native and not widths.any_width
-    verdict = f"the engine uses {'any width' if widths.any_width else f'only width {sorted(widths.seconds)}'}"
-    verdict += "; the native kernels should agree at every width: this is a bug" if bug else ""
-    print(f"verdict: {verdict}")
-    write_json(args, {"shapes": rows, "any_width": widths.any_width, "verdict": verdict, "exit_code": int(bug)})
-    return int(bug)
-
-
 # ---- reports ----
 
 
@@ -281,10 +253,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note("the native kernels give the same bits at every width; the negative control runs on --backend torch")
         args.backend = "torch"
     pair = cli.pair_from(args)
+    output = args.output or results.FOLDER / OUTPUTS[args.mode]
+    if args.mode == "shapes":
+        content = proven_widths.run(args, pair, output)
+        write_json(args, content)
+        return int(content["exit_code"])
     header = results.header(args, pair, mode=args.mode, backend=args.backend, drafter=args.drafter)
-    with results.Writer(args.output or results.FOLDER / OUTPUTS[args.mode], header) as writer:
-        if args.mode == "shapes":
-            return shapes_mode(pair, args, writer)
+    with results.Writer(output, header) as writer:
         if args.mode == "negative control":
             assembled = load(pair, args)
             assembled.engine.widths = UNPROVEN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from checkpoint import Pair
 from drafters import CombinedDrafter, Drafter, LookupDrafter, Model, ModelDrafter
 from metrics import Statistics
 from models import load_pair
+from sampling import SamplingParams
 from shapes import Widths
 from spec_decode import GenerationConfig, SpeculativeDecoder
 from transformer import Decoder
@@ -138,6 +139,28 @@ def check(statistics: Statistics, ids: Sequence[int], max_new: int, num: int | N
         assert num is None or entry.num_drafted <= num
         assert entry.seconds >= entry.draft_seconds + entry.verify_seconds - 1e-9
         left -= len(entry.tokens)
+
+
+# ---- a small world: a target, a draft that is often right, and prompts ----
+
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7]
+TARGET = random_script(8, seed=1)
+DRAFT = blend(TARGET, random_script(8, seed=2), 0.35)  # right about two times in three
+PROMPT = [1, 2, 3, 1, 2]
+CHANCE = [SamplingParams(), SamplingParams(temperature=0.8, seed=3), SamplingParams(repetition_penalty=1.3)]
+CHANCE += [SamplingParams(temperature=1.1, top_p=0.9, top_k=5, repetition_penalty=1.3, seed=4)]
+
+
+def base(max_new: int, script: Script = TARGET, **kwargs: Any) -> list[int]:
+    """Target-only decoding of the prompt."""
+    return run(engine(ScriptedModel(script), None, 8), PROMPT, max_new, 0, **kwargs).tokens
+
+
+def proposers() -> Iterator[tuple[str, Any]]:
+    """A drafter of each kind, new."""
+    yield "model", ScriptedModel(DRAFT)
+    yield "lookup", LookupDrafter()
+    yield "both", CombinedDrafter(ModelDrafter(ScriptedModel(DRAFT)), LookupDrafter())
 
 
 # ---- the tiny pair ----

@@ -246,6 +246,15 @@ class TestFile:
         with pytest.raises(ValueError, match="cannot be resumed"):
             benchmark.compare(arguments(path, "--quick", "--resume", *flags), pair)
 
+    def test_the_header_names_the_models_that_were_loaded(self, tmp_path: Path) -> None:
+        """A draft model in the caption of a run that never loaded one."""
+        pair = load_pair("tiny")
+        for names, draft in (("plain,hf-greedy,hf-lookup,dynamic-lookup,dynamic-self", None), ("plain,k2", "tiny-draft"),
+                             ("hf-assisted", "tiny-draft")):
+            header = benchmark.settings(arguments(tmp_path / "r.jsonl", "--variants", names), pair, TASKS)
+            assert (header["target"], header["draft"]) == ("tiny-target", draft)
+            assert (header["draft_digest"] is None) == (draft is None)
+
     def test_older_results_are_kept(self, tmp_path: Path) -> None:
         """A new run, interrupted at once, that has already destroyed the old file."""
         path, pair = tmp_path / "r.jsonl", load_pair("tiny")

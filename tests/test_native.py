@@ -6,7 +6,7 @@ import functools
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -25,13 +25,14 @@ from quantize import QuantizedWeight, quantize
 
 KINDS = ("bf16", "fp32", "int8", "int4")
 SHAPES = ((33, 40), (16, 64), (100, 2112), (130, 192))  # odd numbers of channels, small groups, inputs beyond one piece
+CACHE = native.cache_folder()  # of the user, where the kernels of this CPU are kept
 GENERIC = ["-O3", "-mcpu=x86_64_v3", "-ffp-contract=fast", "-shared", "-fPIC"]  # AVX2 and FMA: no AVX-512, no VNNI
 
 
 @functools.cache
 def generic_library() -> Path:
     """The kernels for an older CPU, kept in the cache folder like the others."""
-    return native.build(native.cache_folder(), GENERIC)
+    return native.build(CACHE, GENERIC)
 
 
 @pytest.fixture(params=["this CPU", "an older CPU"])
@@ -318,3 +319,23 @@ def test_the_library_is_built_once(unloaded: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(path.name for path in unloaded.iterdir()) == sorted({first.name, native.build(unloaded, GENERIC).name})
     with pytest.raises(NativeUnavailable, match="do not load"):
         native.bind(first)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:len(content) // 2], lambda content: b"", lambda content: b"garbage"])
+def test_a_damaged_library_is_built_again(unloaded: Path, monkeypatch: pytest.MonkeyPatch,
+                                          damage: Callable[[bytes], bytes]) -> None:
+    """Caught: a library cut short in the cache folder: PyTorch's operators in every later run, or a crash in the loader."""
+    compiled, commands = native.build(CACHE).read_bytes(), list[list[str]]()
+
+    def compile_again(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        Path(command[command.index("-o") + 1]).write_bytes(compiled)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(native.subprocess, "run", compile_again)
+    library = native.build(unloaded)
+    library.write_bytes(damage(compiled))
+    assert load_decoder(tiny().target, "fp32", backend="native").backend == "native"
+    assert library.read_bytes() == compiled and list(unloaded.iterdir()) == [library]
+    native.build(unloaded)
+    assert len(commands) == 2, "built once, mended once"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from policy import PROBE_EVERY, Calibration, ConfidenceStop, DynamicK, FixedK, Heuristic, Policy
+from policy import PROBE_AFTER_AT_MOST, Calibration, ConfidenceStop, DynamicK, FixedK, Heuristic, Policy
 from shapes import Widths
 
 FLAT = Widths({1: 0.10, 8: 0.12, 16: 0.16})  # seconds of a target pass: reading the weights dominates
@@ -19,9 +19,11 @@ def draft(policy: Policy, confidence: float, draft_seconds: float) -> int:
     return len(chances)
 
 
-def simulate(policy: Policy, acceptance: float, draft_seconds: float, rounds: int = 600, seed: int = 0) -> tuple[float, float]:
+def simulate(policy: Policy, acceptance: float, draft_seconds: float, rounds: int = 600, seed: int = 0,
+             anew: bool = True) -> tuple[float, float]:
     """A world where each draft token is right with this chance -> (tokens per second, mean tokens drafted)."""
-    policy.begin()
+    if anew:
+        policy.begin()
     rng, tokens, seconds, drafted = random.Random(seed), 0, 0.0, 0
     for _ in range(rounds):
         num = draft(policy, acceptance, draft_seconds)
@@ -51,9 +53,26 @@ def test_dynamic_k_tries_again_after_a_while() -> None:
     """Caught: a policy that once stopped drafting and never learned that the text had become easy."""
     policy = DynamicK(FLAT)
     simulate(policy, 0.05, 0.09, rounds=100)
-    for _ in range(PROBE_EVERY):
+    for _ in range(PROBE_AFTER_AT_MOST):
         policy.observe(0, [], 0, 1, 0.1)
     assert policy.goes_on([], 0.09) and not policy.goes_on([policy.chance(0.05)], 0.09)
+
+
+@pytest.mark.parametrize(("acceptance", "draft_seconds"), [(0.1, 0.09), (0.3, 0.09), (0.5, 0.09), (0.5, 0.2), (0.9, 0.2)])
+def test_probes_cost_little_where_nothing_pays(acceptance: float, draft_seconds: float) -> None:
+    """Caught: a probe every eight rounds for ever, 11% of the time where a draft step takes longer than a target pass."""
+    plain, _ = simulate(FixedK(0, FLAT), acceptance, draft_seconds, rounds=96)
+    ours = [simulate(DynamicK(FLAT), acceptance, draft_seconds, rounds=96, seed=seed) for seed in range(8)]
+    assert sum(rate for rate, _ in ours) / 8 > 0.96 * plain
+    assert draft_seconds < FLAT.cost(1) or not any(drafted for _, drafted in ours), "even a certain token would not pay"
+
+
+def test_probes_find_a_text_that_has_become_easy() -> None:
+    """Caught: a wait that only grows, so that a draft that has become good is used much too late."""
+    for seed in range(8):
+        policy = DynamicK(FLAT)
+        simulate(policy, 0.05, 0.05, rounds=48, seed=seed)
+        assert simulate(policy, 0.95, 0.05, rounds=200, seed=seed + 1, anew=False)[1] > 1, seed
 
 
 def test_every_policy_starts_anew_in_each_call() -> None:
@@ -124,6 +143,16 @@ def test_calibration_counts_what_was_judged() -> None:
     assert calibration.average == pytest.approx(2 / 3, abs=0.02)
     assert calibration(0.6) == Calibration()(0.6), "nothing was seen there"
     assert [Calibration()(x / 10) for x in range(10)] == sorted(Calibration()(x / 10) for x in range(10))
+
+
+def test_calibration_counts_the_drafts_own_tokens_only() -> None:
+    """Caught: a suggestion of the target's, right and 0.97 sure, in the top bin; or the tokens after it judged one place off."""
+    for num_accepted, judged in ((0, []), (1, [(0.3, 0)]), (2, [(0.3, 1), (0.6, 0)]), (3, [(0.3, 1), (0.6, 1)])):
+        found, expected = Calibration(), Calibration()
+        found.observe([None, 0.3, 0.6], num_accepted)
+        for confidence, right in judged:
+            expected.observe([confidence], right)
+        assert found == expected, num_accepted
 
 
 def test_calibration_learns_that_a_confident_draft_is_wrong() -> None:

@@ -15,6 +15,7 @@ import cli
 import results
 import run_baseline
 import run_spec
+from models import Pair
 from text import decode
 from tiny import tiny_pair
 
@@ -227,6 +228,15 @@ class TestTrace:
         assert Path("/dev/full").is_char_device()
 
 
+@pytest.mark.parametrize(("flags", "draft"), [(["--drafter", "lookup"], None), (["--drafter", "self"], None), (["-K", "0"], None),
+                                              (["--drafter", "model"], "tiny-draft"), ([], "tiny-draft")])
+def test_the_header_names_the_models_that_were_loaded(call, tmp_path: Path, flags: list[str], draft: str | None) -> None:
+    """A draft model in the header of a trace that no draft model had a part in."""
+    assert call(run_spec, *SPEC, *flags, "--trace", tmp_path / "trace.jsonl")[0] == 0
+    header, _ = results.read(tmp_path / "trace.jsonl")
+    assert (header["target"], header["draft"], header["draft_digest"] is None) == ("tiny-target", draft, draft is None)
+
+
 class TestBaseline:
     def run(self, call, tmp_path: Path, *flags: str) -> tuple[str, list[dict]]:
         path = tmp_path / "out.jsonl"
@@ -267,6 +277,17 @@ class TestBaseline:
         assert code == 1
         assert "check --prompts" in err
         assert path.read_text() == "older\n"
+
+
+@pytest.mark.parametrize("script", [run_spec, run_baseline])
+@pytest.mark.parametrize("unknown", [-1, 259])
+def test_a_tokenizer_that_is_not_the_models(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script, unknown: int) -> None:
+    """Ids beyond the model's vocabulary ended in an IndexError and its traceback; -1 was read as the last id."""
+    monkeypatch.setattr(Pair, "encode", lambda self, *rest: [72, unknown])
+    flags = ["--output", tmp_path / "out.jsonl"] if script is run_baseline else ["--prompt", "x"]
+    code, _, err = call(script, "--pair", "tiny", *flags)
+    assert code == 1
+    assert f"error: the prompt has the token id {unknown}, outside 0 to 258" in err.rstrip().split("\n")[-1]
 
 
 class TestProcess:

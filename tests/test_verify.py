@@ -11,13 +11,15 @@ from torch import Tensor
 import assemble
 import cli
 import results
+import tables
 import verify
 from comparison import first_difference
 from crosscheck import Trace, cross_check
+from findings import Findings
 from models import load_pair
-from proven_widths import Shape, largest_class, proven_widths
+from proven_widths import SLOW_CANDIDATES
 from sampling import SamplingParams
-from shapes import CANDIDATES, Widths
+from shapes import CANDIDATES
 from spec_decode import SpeculativeDecoder
 from transformer import Decoder
 
@@ -207,25 +209,43 @@ class TestShapes:
         code, found = run(tmp_path, "--shapes", "--backend", backend, "--dtype", "fp32")
         rows = results.read(tmp_path / "out.jsonl")[1]
         assert code == 0
-        assert [row["width"] for row in rows] == list(CANDIDATES)
+        assert rows == found["shapes"]
+        assert [row["width"] for row in rows] == list(CANDIDATES if backend == "native" else SLOW_CANDIDATES)
         args = verify.parse_args(["--pair", "tiny", "--backend", backend, "--dtype", "fp32"])
         widths = assemble.assemble(load_pair("tiny"), args).engine.widths
         assert widths.any_width == (backend == "native")
-        assert set(widths.seconds) == ({row["width"] for row in rows if row["proven"]} or {8})
+        assert list(widths.seconds) == [row["width"] for row in rows if row["proven"]]
         code, found = run(tmp_path, "-K", "1", "--backend", backend, "--dtype", "fp32", "--no-cross-checks")
         assert (code, found["differences"]) == (0, 0)
 
-    def test_the_largest_class_decides(self) -> None:
-        """Width 1 as the reference, the odd one out on many machines, left nothing proven."""
-        shapes = [Shape(1, ("x",), 1.0), Shape(2, ("a",), 1.5), Shape(3, ("a",), 1.4), Shape(4, ("b",), 2.0)]
-        agreeing = largest_class(shapes)
-        assert [shape.width for shape in agreeing] == [2, 3]
-        assert proven_widths(shapes, agreeing, native=False) == Widths({2: 1.5, 3: 1.5}, any_width=False)
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_a_row_that_depends_on_its_place_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      backend: str) -> None:
+        """All widths computed a position in the same row, so that they agreed whatever the row's place did to its bits."""
+        honest = Decoder.forward
+        monkeypatch.setattr(Decoder, "forward", lambda self, ids, *a, **k: (
+            honest(self, ids, *a, **k) + (torch.arange(len(ids)) == 7)[:, None]))
+        code, found = run(tmp_path, "--shapes", "--backend", backend, "--dtype", "fp32")
+        assert not any(row["proven"] for row in found["shapes"] if row["width"] >= 8)
+        assert code == (backend == "native")
 
-    def test_no_two_widths_agree(self) -> None:
-        """A width that agrees with itself alone was taken for proven."""
-        shapes = [Shape(width, (str(width),), width / 10) for width in CANDIDATES]
-        assert proven_widths(shapes, largest_class(shapes), native=True) == Widths({8: 0.8}, any_width=False)
+    def test_the_other_backends_rows_are_kept(self, tmp_path: Path) -> None:
+        """PyTorch's widths replaced those of the kernels in the one file that the report's table is made from."""
+        path = tmp_path / "shapes.jsonl"
+        for backend, dtype in (("native", "bf16"), ("torch", "bf16"), ("torch", "fp32"), ("native", "bf16")):
+            run(tmp_path, "--shapes", "--backend", backend, "--dtype", dtype, "--output", str(path))
+        header, rows = results.read(path)
+        assert (header["backend"], header["weights"], header["draft"]) == ("native", "bf16", None)
+        measured = [(row["backend"], row["weights"]) for row in rows if row["type"] == "shape"]
+        assert {key: measured.count(key) for key in measured} == {
+            ("torch", "bf16"): len(SLOW_CANDIDATES), ("torch", "fp32"): len(SLOW_CANDIDATES), ("native", "bf16"): len(CANDIDATES)}
+        table = tables.shapes(Findings(tmp_path))
+        assert all(f"| {backend} | {weights} |" in table for backend, weights in measured)
+        assert table.count("tiny-target") == 3, "each part says how it was measured"
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([lines[0].replace("tiny-target", "other").replace(header["target_digest"], "0"), *lines[1:]]))
+        run(tmp_path, "--shapes", "--backend", "native", "--output", str(path))
+        assert "other" not in path.read_text(), "another model's rows have no place beside these"
 
     def test_a_native_width_that_differs_is_a_bug(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A kernel whose bits depend on the width went unnoticed, since the others agreed."""
