@@ -83,7 +83,7 @@ def warp(logits: Tensor, params: SamplingParams, history: Tensor | None = None) 
     scores = _penalise(logits.detach().float().contiguous(), params.repetition_penalty, history)
     scores = scores / (params.temperature if params.temperature > GREEDY_TEMPERATURE else 1.0)  # (..., V), a new tensor
     peaks = scores.amax(dim=-1)  # (...): NaN wherever the row holds one
-    if not bool(peaks.isfinite().all()):
+    if not math.isfinite(float(peaks.sum())):  # as one NaN or infinity makes it
         raise LogitsError(
             "the logits hold NaN or infinity, so no token can be chosen: "
             "run the model in bf16 or fp32 (float16 overflows), or check its weights"
