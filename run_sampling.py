@@ -53,7 +53,7 @@ CHUNK = 1000  # draws of a cell that one process makes at a time
 PAIR_DRAWS = 200
 PAIR_DRAFT_TOKENS = 3  # K in --two-sample, unless given: adapted K might not draft at once
 SECOND_TOKEN_LIMIT = 16  # of new tokens: far enough off for the first round to draft as in mid-text
-PAIR_PROMPT = "The three things that I like most are"  # what comes next is open
+PAIR_PROMPT = "Once upon a time there was a"  # two tokens on, much is possible
 OUTPUTS = {"compare": "sampling.jsonl", "check": "sampling-check.jsonl", "two-sample": "sampling-two-sample.jsonl"}
 
 

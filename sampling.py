@@ -140,6 +140,11 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
     return _gumbel_from_bits(bits)
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """Return the generator of a seed's draws. PyTorch's takes 32 bits, so all 64 are mixed into them. On the CPU"""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+
+
 def draw(probs: Tensor, generator: torch.Generator) -> int:
     """Draw a token from probs (V,) by inverting the cumulative sum at one fp64 uniform; probs need not sum to 1."""
     cumulative = probs.cumsum(0, dtype=torch.float64)  # (V,)
