@@ -4,6 +4,9 @@ Every variant runs every prompt, in an order that rotates from prompt to prompt,
 not fall on one of them. Ratios are taken per prompt from whole generations (prefill included) and averaged
 geometrically. Rows are written as they finish: an interrupted run loses nothing and goes on with --resume.
 The last line of stdout is one JSON object; the table goes to stderr.
+
+With a --temperature above 0 all variants sample, Hugging Face's too: "dynamic" and the other variants of ours by coupled
+sampling, "rejection" by rejection sampling. The file is then results/benchmark-sampling.jsonl.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     if args.limit is None and not args.full:
         own = args.prompts != cli.DEFAULT_PROMPTS
         args.limit = 4 if args.quick else replay.PROMPTS if args.policies else None if own else 24
-    name = "card" if args.card else "policies" if args.policies else "benchmark"
+    name = "card" if args.card else "policies" if args.policies else "benchmark-sampling" if sampled else "benchmark"
     args.output = args.output or results.FOLDER / f"{name}.jsonl"
     return args
 
@@ -173,7 +176,7 @@ class Session:
             yield row
 
     def _row(self, task: Task, repeat: int, variant: Variant, outcome: Outcome) -> dict[str, Any]:
-        row = {"type": "run"} | variant.row()
+        row = {"type": "run"} | variant.row(self.sampled)
         row |= {"prompt_id": task.id, "category": task.category, "repeat": repeat, "prompt_tokens": len(task.ids)}
         row |= outcome.row() | {"ids_digest": digest(outcome.tokens),
                                 "bits_digest": digest(outcome.digests) if outcome.digests else None}

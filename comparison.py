@@ -1,13 +1,18 @@
-"""Speculative against plain decoding: what was compared, and where two outputs part."""
+"""Speculative against plain decoding: who drafts, what was compared, and where two outputs part."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import argparse
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import assemble
+from assemble import Assembled
 from cli import Prompt
 from crosscheck import CrossCheck
 from metrics import Statistics
+from models import Pair
+from spec_decode import SpeculativeDecoder
 
 
 @dataclass
@@ -37,13 +42,14 @@ class Outcome:
         return [check for check in self.checks if check.verdict == "bug"]
 
     def by_count(self) -> list[dict[str, Any]]:
-        """Sums per K, in the order they were run."""
-        counts = list(dict.fromkeys(row["num_speculative_tokens"] for row in self.rows))
-        groups = [[row for row in self.rows if row["num_speculative_tokens"] == count] for count in counts]
-        return [{"num_speculative_tokens": count, "comparisons": len(group),
+        """Sums per drafter and K, in the order they were run."""
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in self.rows:
+            groups.setdefault((row["drafter"], row["num_speculative_tokens"]), []).append(row)
+        return [{"drafter": drafter, "num_speculative_tokens": count, "comparisons": len(group),
                  "differences": sum(not row["equal"] for row in group),
                  **{key: sum(row[key] for row in group) for key in ("tokens", "drafted", "accepted")}}
-                for count, group in zip(counts, groups, strict=True)]
+                for (drafter, count), group in groups.items()]
 
     def as_dict(self) -> dict[str, Any]:
         """For --json: `differences` is 0 when all is identical."""
@@ -65,3 +71,42 @@ def first_difference(plain: Statistics, other: Statistics) -> dict[str, Any] | N
     kind = "logit bits" if sides[0][0] == sides[1][0] else "token ids" if None not in sides[0] + sides[1] else "length"
     return {"position": position, "kind": kind, "ids_equal": plain.tokens == other.tokens,
             "tokens": [side[0] for side in sides], "digests": [side[1] for side in sides]}
+
+
+# ---- several drafters around one target ----
+
+
+def drafter_list(text: str) -> list[tuple[str, str]]:
+    """Parse 'model:bf16,lookup' to (drafter, draft weights); weights are int4 unless given."""
+    pairs = []
+    for part in text.split(","):
+        kind, _, weights = part.strip().partition(":")
+        if kind not in assemble.DRAFTERS or weights not in ("", "bf16", "int8", "int4"):
+            raise argparse.ArgumentTypeError(f"{part!r} is not DRAFTER or DRAFTER:WEIGHTS; for example model:bf16, lookup, both")
+        pairs.append((kind, weights or "int4"))
+    return pairs
+
+
+def with_drafters(assembled: Assembled, pair: Pair, args: argparse.Namespace) -> dict[str, Assembled]:
+    """What is verified, by drafter: those asked for, around the one target."""
+    if len(args.drafters) == 1:
+        return {drafter_name(*args.drafters[0]): assembled}
+    found = {}
+    for kind, weights in args.drafters:
+        source = pair.target if kind == "self" else pair.draft
+        draft = assembled.draft if (kind, weights) == args.drafters[0] else None
+        if draft is None and kind != "lookup":
+            if source is None:
+                raise ValueError(f"the drafter {kind} needs a draft model; give --draft, or use lookup or self")
+            draft = assemble.load_decoder(source, weights, args.device, args.backend)
+        engine = SpeculativeDecoder(assembled.target, assemble.make_drafter(kind, draft), widths=assembled.engine.widths,
+                                    vocab_size=assemble.shared_vocabulary(pair, assembled.target, draft))
+        if engine.vocab_size != assembled.engine.vocab_size:
+            raise ValueError(f"the drafter {kind} knows another number of tokens than {args.drafters[0][0]}, so plain decoding "
+                             "differs too; verify it in a run of its own")
+        found[drafter_name(kind, weights)] = replace(assembled, engine=engine, draft=draft)
+    return found
+
+
+def drafter_name(kind: str, weights: str) -> str:
+    return kind if kind == "lookup" else f"{kind}, {weights}"

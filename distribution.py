@@ -116,11 +116,14 @@ CELLS = tuple(replace(c, sampling=replace(c.sampling, seed=number * SEEDS_PER_CE
     cell("top-k 4, lookup and model, passes of 8 rows", temperature=1.3, top_k=4, drafter="both", fixed_width=True),
     cell("top-p 0.9, ends after 4", temperature=1.3, top_p=0.9, max_new_tokens=LENGTH),
     cell("min-p 0.1, end token", temperature=1.3, min_p=0.1, end_token=3),
+    cell("K = 7, top-k 3, top-p 0.9, min-p 0.05", num_speculative_tokens=7, top_k=3, top_p=0.9, min_p=0.05),
     cell("V = 16, pairs", temperature=0.7, vocab_size=16),
     cell("K = 3", temperature=0.7, coupling="gumbel", drafter="both"),
     cell("K adapted, penalty 1.3", temperature=1.3, coupling="gumbel", repetition_penalty=1.3, num_speculative_tokens=None),
     cell("K = 1, top-p 0.9, end token", temperature=1.3, coupling="gumbel", top_p=0.9, num_speculative_tokens=1,
          end_token=3),
+    cell("K = 7, min-p 0.1", coupling="gumbel", min_p=0.1, num_speculative_tokens=7),
+    cell("top-k 4, lookup, passes of 8 rows", coupling="gumbel", top_k=4, drafter="lookup", fixed_width=True),
 ), start=1))
 
 
@@ -156,13 +159,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class Finding:
-    """One fit of a cell; adjusted: p after Holm's correction over all that were tested together."""
+    """One fit of a cell."""
 
     cell: Cell
     tokens: str  # which of the generation
     draws: int
     fit: Fit
-    adjusted: float = field(default=1.0)
 
 
 # ---- the loop under test ----
@@ -300,7 +302,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def corrected(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings with Holm's correction over all of them."""
-    adjusted = holm([finding.fit.p for finding in findings])
-    return [replace(finding, adjusted=p) for finding, p in zip(findings, adjusted, strict=True)]
+def together(findings: Sequence[Finding]) -> Fit:
+    """One fit of several cells, which are independent: their statistics add up, and so do the degrees of freedom.
+
+    Of a cell with several findings, which are not independent of each other, the first.
+    """
+    fits = [finding.fit for finding in {finding.cell: finding for finding in reversed(findings)}.values()]
+    statistic, degrees = sum(fit.statistic for fit in fits), sum(fit.degrees for fit in fits)
+    return Fit(statistic, degrees, survival(statistic, degrees) if all(fit.p for fit in fits) else 0.0)

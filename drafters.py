@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metrics import common_prefix
 from policy import Policy
-from sampling import LogitsError, SamplingParams, draw, gumbel_noise, probabilities, warp
+from sampling import LogitsError, SamplingParams, draw, generator_of, gumbel_noise, probabilities, warp
 
 NUM_ALTERNATIVES = 3  # next-best tokens kept per draft position, from which siblings are taken
 SUGGESTION_CONFIDENCE = 0.97  # of a token that the target itself predicted
@@ -44,7 +44,7 @@ class Chooser:
         self.params, self.vocab_size = params, vocab_size
         self.rejection = params.coupling == "rejection" and not params.greedy
         self.plain = params.greedy and params.repetition_penalty == 1.0  # the argmax of the logits as they are
-        self.generator = torch.Generator().manual_seed(params.seed % 2**63)
+        self.generator = generator_of(params.seed)
         self._noise: dict[int, Tensor] = {}
 
     def history(self, tokens: Sequence[int]) -> Tensor | None:

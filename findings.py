@@ -22,7 +22,9 @@ Row = dict[str, Any]
 COMMANDS = {  # what makes a file, or its rows of one type
     "benchmark": "python benchmark.py", "benchmark memory": "python benchmark.py --memory",
     "card": "python benchmark.py --card", "policies": "python benchmark.py --policies", "baseline": "python run_baseline.py",
+    "benchmark-sampling": "python benchmark.py --temperature 0.8 --variants plain,hf-greedy,dynamic,rejection",
     "shapes": "python verify.py --shapes", "verify": "python verify.py",
+    "verify-sampling": "python verify.py --temperature 0.8 --seeds 0,1,2 --drafters model:int4,model:bf16,lookup -K 1,4,7",
     "verify-negative-control": "python verify.py --negative-control", "sampling": "python run_sampling.py",
     "sampling-check": "python run_sampling.py --check", "sampling-two-sample": "python run_sampling.py --two-sample",
     "trace": "python run_spec.py --trace results/trace.jsonl",
@@ -93,10 +95,10 @@ def in_order(variants: Iterable[str]) -> list[str]:
 
 
 class Findings:
-    """The results files of one folder, read when they are asked for."""
+    """The results files of one folder, read when they are asked for. benchmark: the file that `runs` and `ratio` are of."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, benchmark: str = "benchmark") -> None:
+        self.folder, self.benchmark = folder, benchmark
         self._files: dict[str, tuple[Row, list[Row]]] = {}
 
     def _file(self, name: str) -> tuple[Row, list[Row]]:
@@ -131,9 +133,14 @@ class Findings:
     def runs(self) -> dict[str, list[Row]]:
         """The benchmark's runs by variant, in the order of presentation. Raises NoData where there are none."""
         grouped: dict[str, list[Row]] = {}
-        for row in self.rows("benchmark", "run"):
+        for row in self.rows(self.benchmark, "run"):
             grouped.setdefault(str(row["variant"]), []).append(row)
         return {name: grouped[name] for name in in_order(grouped)}
+
+    @cached_property
+    def sampled(self) -> Findings:
+        """The same folder, with the benchmark that was run at a temperature above 0."""
+        return Findings(self.folder, "benchmark-sampling")
 
     def label(self, variant: str) -> str:
         """What to call a variant: the benchmark's words, and whether it is ours; its name where it was not run."""

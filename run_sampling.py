@@ -10,8 +10,10 @@ Exit code 1: a coupled output that is not plain sampling's, a distribution that 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -34,7 +36,7 @@ from assemble import (
     generation_config,
     sampling_from,
 )
-from distribution import CELLS, CONTROL, LENGTH, Cell, Finding, Fit, Tally, corrected, count, holm, judge, two_sample
+from distribution import CELLS, CONTROL, LENGTH, Cell, Finding, Fit, Tally, count, holm, judge, together, two_sample
 from metrics import Statistics
 from models import Pair
 from sampling import SamplingParams
@@ -45,12 +47,13 @@ DEFINITIONS = """acceptance: accepted / drafted tokens; tokens/round: emitted / 
 tokens/s: emitted / seconds of the whole generation, prefill included"""
 ALPHA = 1e-3  # a distribution is off when its p, corrected for the number of tests, is not above
 ALPHA_CONTROL = 1e-6  # the control has to be below
-CHECK_DRAWS = 5000  # per cell, LENGTH tokens each
+CONTROL_DRAWS = 5000
+CHECK_DRAWS = 50_000  # of LENGTH tokens, per coupling, shared by its cells
 CHUNK = 1000  # draws of a cell that one process makes at a time
 PAIR_DRAWS = 200
 PAIR_DRAFT_TOKENS = 3  # K in --two-sample, unless given: adapted K might not draft at once
 SECOND_TOKEN_LIMIT = 16  # of new tokens: far enough off for the first round to draft as in mid-text
-PAIR_PROMPT = "The three things that I like most are"  # what comes next is open
+PAIR_PROMPT = "Once upon a time there was a"  # two tokens on, much is possible
 OUTPUTS = {"compare": "sampling.jsonl", "check": "sampling-check.jsonl", "two-sample": "sampling-two-sample.jsonl"}
 
 
@@ -62,8 +65,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     mode.add_argument("--two-sample", dest="mode", action="store_const", const="two-sample",
                       help="test the pair itself against plain sampling")
     parser.add_argument("--draws", type=cli.positive_int, metavar="N",
-                        help=f"generations per cell of --check (default: {CHECK_DRAWS}, of {LENGTH} tokens each) or per "
-                        f"variant of --two-sample (default: {PAIR_DRAWS})")
+                        help=f"generations per cell of --check (default: {CHECK_DRAWS} per coupling, shared by its cells) "
+                        f"or per variant of --two-sample (default: {PAIR_DRAWS})")
     parser.add_argument("--prompt", metavar="TEXT", help="this prompt in place of a file's")
     parser.add_argument("--limit", type=cli.positive_int, default=4, metavar="N", help="prompts (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="results file (default: by mode, in results/)")
@@ -157,12 +160,18 @@ def compare(args: argparse.Namespace) -> int:
 # ---- scripted tables against exact probabilities ----
 
 
-def tally_all(cells: Sequence[Cell], draws: int, processes: int) -> list[Tally]:
+def default_draws(cells: Sequence[Cell]) -> list[int]:
+    """CHECK_DRAWS for each coupling, rounded up to the same number for all of its cells."""
+    sizes = Counter(cell.sampling.coupling for cell in cells)
+    return [math.ceil(CHECK_DRAWS / sizes[cell.sampling.coupling]) for cell in cells]
+
+
+def tally_all(cells: Sequence[Cell], draws: Sequence[int], processes: int) -> list[Tally]:
     """The cells' outcomes in chunks, by several processes; what they add up to does not depend on how."""
-    chunks = [(index, range(start, min(start + CHUNK, draws))) for index in range(len(cells))
-              for start in range(0, draws, CHUNK)]
+    chunks = [(index, range(start, min(start + CHUNK, wanted))) for index, wanted in enumerate(draws)
+              for start in range(0, wanted, CHUNK)]
     tallies = [Tally() for _ in cells]
-    with tqdm(total=draws * len(cells), desc="generations", unit="", leave=False) as bar:
+    with tqdm(total=sum(draws), desc="generations", unit="", mininterval=1, leave=False) as bar:
         if processes == 1:
             for index, generations in chunks:
                 tallies[index] += count(cells[index], generations)
@@ -182,43 +191,63 @@ def tally_all(cells: Sequence[Cell], draws: int, processes: int) -> list[Tally]:
     return tallies
 
 
-def check_row(finding: Finding, tally: Tally, control: bool) -> dict[str, Any]:
+def check_row(finding: Finding, tally: Tally, adjusted: float | None) -> dict[str, Any]:
+    """adjusted: p after Holm's correction over all tests; None for the control."""
     cell, fit = finding.cell, finding.fit
     return {
-        "type": "control" if control else "cell", "name": cell.name, "coupling": cell.sampling.coupling,
+        "type": "control" if adjusted is None else "cell", "name": cell.name, "coupling": cell.sampling.coupling,
         "drafter": cell.drafter, "num_speculative_tokens": cell.num_speculative_tokens,
         "temperature": cell.sampling.temperature, "top_k": cell.sampling.top_k, "top_p": cell.sampling.top_p,
         "min_p": cell.sampling.min_p, "repetition_penalty": cell.sampling.repetition_penalty, "vocab_size": cell.vocab_size,
         "tokens": finding.tokens, "draws": finding.draws, "statistic": fit.statistic, "degrees": fit.degrees, "p": fit.p,
-        "p_adjusted": None if control else finding.adjusted, "drafted": tally.drafted, "accepted": tally.accepted,
+        "p_adjusted": adjusted, "drafted": tally.drafted, "accepted": tally.accepted,
         "target_passes": tally.rounds - finding.draws, "suggestions": tally.suggestions,
     }
 
 
-def check_line(finding: Finding, tally: Tally) -> str:
-    cell, fit = finding.cell, finding.fit
-    return (f"{cell.sampling.coupling:10}{cell.name:49}{cell.sampling.temperature:>4}{finding.tokens:>7}{finding.draws:>7}"
-            f"{number(tally.accepted / tally.drafted if tally.drafted else None):>7}{fit.statistic:>9.1f}{fit.degrees:>5}"
-            f"{fit.p:>10.2g}{finding.adjusted:>10.2g}")
+def check_line(coupling: str, name: str, temperature: str, tokens: str, draws: int, accepted: float | None, fit: Fit,
+               adjusted: float | None) -> str:
+    return (f"{coupling:10}{name:47}{temperature:>4}{tokens:>7}{draws:>7}{number(accepted):>7}{fit.statistic:>9.1f}"
+            f"{fit.degrees:>6}{fit.p:>9.2g}{'' if adjusted is None else format(adjusted, '.2g'):>9}").rstrip()
+
+
+def finding_line(finding: Finding, tally: Tally, adjusted: float | None) -> str:
+    cell = finding.cell
+    return check_line(cell.sampling.coupling, cell.name, str(cell.sampling.temperature), finding.tokens, finding.draws,
+                      tally.accepted / tally.drafted if tally.drafted else None, finding.fit, adjusted)
 
 
 def check(args: argparse.Namespace) -> int:
-    """All cells and the control; 0 if no cell is off and the control is rejected."""
-    draws, cells = args.draws or CHECK_DRAWS, [*CELLS, CONTROL]
-    header = results.header(args, None, cells=len(CELLS), draws=draws, alpha=ALPHA, alpha_control=ALPHA_CONTROL)
+    """All cells, each coupling's cells together, and the control; 0 if nothing is off and the control is rejected."""
+    cells, start = [*CELLS, CONTROL], time.perf_counter()
+    control_draws = args.draws or CONTROL_DRAWS
+    draws = [*([args.draws] * len(CELLS) if args.draws else default_draws(CELLS)), control_draws]
+    processes = args.threads or os.cpu_count() or 1
+    header = results.header(args, None, cells=len(CELLS), draws=sum(draws[:-1]), alpha=ALPHA, alpha_control=ALPHA_CONTROL,
+                            processes=processes)
     with results.Writer(args.output or results.FOLDER / OUTPUTS[args.mode], header) as writer:
-        tallies = dict(zip(cells, tally_all(cells, draws, args.threads or os.cpu_count() or 1), strict=True))
+        tallies = dict(zip(cells, tally_all(cells, draws, processes), strict=True))
         *findings, control = (finding for cell in cells for finding in judge(cell, tallies[cell]))
-        findings = corrected(findings)
-        print(f"{'coupling':10}{'cell':49}{'T':>4}{'tokens':>7}{'draws':>7}{'accept':>7}{'chi2':>9}{'dof':>5}{'p':>10}"
-              f"{'Holm':>10}")
-        for finding in [*findings, control]:
-            print(check_line(finding, tallies[finding.cell]))
-            writer.write(check_row(finding, tallies[finding.cell], finding is control))
-    off = [finding for finding in findings if not finding.adjusted > ALPHA]
-    noticed = control.fit.p < ALPHA_CONTROL
-    print(f"{len(CELLS)} cells of {draws} x {LENGTH} tokens, {len(findings)} tests: {len(off)} with a corrected p of "
-          f"{ALPHA:g} or less")
+        by_coupling = {name: [finding for finding in findings if finding.cell.sampling.coupling == name]
+                       for name in COUPLINGS if any(cell.sampling.coupling == name for cell in CELLS)}
+        pooled = {name: together(group) for name, group in by_coupling.items()}
+        adjusted = holm([finding.fit.p for finding in findings] + [fit.p for fit in pooled.values()])
+        print(f"{'coupling':10}{'cell':47}{'T':>4}{'tokens':>7}{'draws':>7}{'accept':>7}{'chi2':>9}{'dof':>6}{'p':>9}"
+              f"{'Holm':>9}")
+        for finding, p in [*zip(findings, adjusted, strict=False), (control, None)]:
+            print(finding_line(finding, tallies[finding.cell], p))
+            writer.write(check_row(finding, tallies[finding.cell], p))
+        for (name, fit), p in zip(pooled.items(), adjusted[len(findings):], strict=True):
+            members = list({finding.cell: finding.draws for finding in by_coupling[name]}.values())
+            print(check_line(name, "all its cells together", "", "", sum(members), None, fit, p))
+            writer.write({"type": "coupling", "coupling": name, "cells": len(members), "draws": sum(members),
+                          "statistic": fit.statistic, "degrees": fit.degrees, "p": fit.p, "p_adjusted": p})
+        seconds = time.perf_counter() - start
+        off, noticed = [p for p in adjusted if not p > ALPHA], control.fit.p < ALPHA_CONTROL
+        writer.write({"type": "verdict", "tests": len(adjusted), "off": len(off), "control_rejected": noticed,
+                      "seconds": seconds})
+    print(f"{len(CELLS)} cells, {sum(draws[:-1])} x {LENGTH} tokens in {seconds:.0f} s, {len(adjusted)} tests: {len(off)} "
+          f"with a corrected p of {ALPHA:g} or less")
     verdict = "rejected" if noticed else "NOT rejected"
     print(f"the control is {verdict}: p = {control.fit.p:.2g}, wanted below {ALPHA_CONTROL:g}")
     return int(bool(off) or not noticed)

@@ -83,7 +83,7 @@ def warp(logits: Tensor, params: SamplingParams, history: Tensor | None = None) 
     scores = _penalise(logits.detach().float().contiguous(), params.repetition_penalty, history)
     scores = scores / (params.temperature if params.temperature > GREEDY_TEMPERATURE else 1.0)  # (..., V), a new tensor
     peaks = scores.amax(dim=-1)  # (...): NaN wherever the row holds one
-    if not bool(peaks.isfinite().all()):
+    if not math.isfinite(float(peaks.sum())):  # as one NaN or infinity makes it
         raise LogitsError(
             "the logits hold NaN or infinity, so no token can be chosen: "
             "run the model in bf16 or fp32 (float16 overflows), or check its weights"
@@ -138,6 +138,11 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
     words = np.random.Philox(key=seed, counter=position << 64).random_raw((vocab_size + 1) // 2)
     bits = words.astype("<u8", copy=False).view("<u4")[:vocab_size]  # the same two tokens a word on any machine
     return _gumbel_from_bits(bits)
+
+
+def generator_of(seed: int) -> torch.Generator:
+    """Return the generator of a seed's draws. PyTorch's takes 32 bits, so all 64 are mixed into them. On the CPU"""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
 
 
 def draw(probs: Tensor, generator: torch.Generator) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,7 +185,7 @@ class SpeculativeDecoder:
         start = time.perf_counter()
         self.target.reserve(end + self.widths.largest + MAX_SIBLINGS + 32)
         logits = self.target.prefill(torch.tensor(tokens))
-        token = self._choose(logits[-1:], tokens, [], chooser)[0]
+        token = self._emit(logits[-1:], tokens, Proposal(), chooser)[0]
         result = Round([token], ["prefill"], width=len(tokens), digests=_digests(logits[-1:], config))
         if config.details:
             result.details = [_detail(token, logits[-1], chooser, None)]
@@ -199,7 +200,7 @@ class SpeculativeDecoder:
         drafted = proposal.tokens
         done = self._target_pass(tokens, proposal, policy if config.siblings and drafted else None)
         chain = done.logits[:len(drafted) + 1]  # (K+1, V)
-        emitted = self._reject(chain, tokens, proposal, chooser) if chooser.rejection else self._choose(chain, tokens, drafted, chooser)
+        emitted = self._emit(chain, tokens, proposal, chooser)
         num_accepted = len(emitted) - 1
         last = "plain" if not drafted else "bonus" if num_accepted == len(drafted) else "corrected"
         result = Round(emitted, ["accepted"] * num_accepted + [last], proposal.source, list(drafted), num_accepted,
@@ -228,13 +229,13 @@ class SpeculativeDecoder:
         ids = torch.tensor(chain + [token for _, token in siblings] + chain[-1:] * padding)
         if not siblings:
             return Pass(self.target.forward(ids), [], width)
-        positions = torch.arange(base, base + width)
-        visible = torch.ones(width, width, dtype=torch.bool).tril_()  # a chain; padding sees all before it, harmlessly
+        positions = np.arange(base, base + width, dtype=np.int64)
+        visible = np.tri(width, dtype=bool)  # a chain; padding sees all before it, harmlessly
         for row, (depth, _) in enumerate(siblings, start=len(chain)):
             positions[row] = base + depth
-            visible[row] = False
-            visible[row, :depth] = visible[row, row] = True
-        return Pass(self.target.forward(ids, positions, visible), siblings, width)
+            visible[row, depth:row] = False
+        logits = self.target.forward(ids, torch.from_numpy(positions), torch.from_numpy(visible))
+        return Pass(logits, siblings, width)
 
     def _siblings(self, proposal: Proposal, policy: Policy) -> list[tuple[int, int]]:
         """The leaves worth a row: likeliest first, in rows that are padding anyway or while one more pays."""
@@ -252,6 +253,12 @@ class SpeculativeDecoder:
             chosen.append((depth, token))
             rows += 1
         return chosen
+
+    def _emit(self, logits: Tensor, tokens: Sequence[int], proposal: Proposal, chooser: Chooser) -> list[int]:
+        """The accepted draft tokens and one token of the target's own, from the logits of the chain (K+1, V)."""
+        if chooser.rejection:
+            return self._reject(logits, tokens, proposal, chooser)
+        return self._choose(logits, tokens, proposal.tokens, chooser)
 
     def _choose(self, logits: Tensor, tokens: Sequence[int], drafted: Sequence[int], chooser: Chooser) -> list[int]:
         """Coupled acceptance: the target's own choices (K+1, V) -> as long as the draft made the same, and one more."""

@@ -10,6 +10,7 @@ import numpy as np
 
 Row = Mapping[str, Any]
 OF = "dynamic"  # the variant that the ratios are of
+SAMPLERS = {"coupled": OF, "rejection": "rejection", "plain": "plain"}  # at a temperature above 0
 RESAMPLES, SEED = 2000, 20250
 RATIOS = {"ratio_vs_hf_greedy": "hf-greedy", "ratio_vs_hf_assisted": "hf-assisted", "ratio_vs_plain": "plain"}
 Interval = dict[str, float]
@@ -57,8 +58,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     found = {**ratios(rows), "categories": {name: ratios([r for r in rows if r["category"] == name]) for name in categories},
              "first_token_ratio_vs_hf_assisted": ratio(rows, OF, "hf-assisted", "first_token_seconds"),
              "differences": sum(is_different(row) for row in rows), "runs": len(rows)}
-    if (sampled := ratio(rows, "rejection", "hf-greedy")) is not None:
-        found["rejection_ratio_vs_hf_greedy"] = sampled
+    if any(row.get("sampled") for row in rows):  # the variant hf-greedy samples then
+        found |= {f"{name}_ratio_vs_hf_sampling": ratio(rows, variant, "hf-greedy") for name, variant in SAMPLERS.items()}
     return found
 
 
@@ -101,7 +102,8 @@ def table(rows: Sequence[Row], variants: Sequence[str]) -> str:
     """Variants as lines, those that have rows."""
     if not rows:
         return "nothing was measured"
-    head = ["variant", "tokens/s", "vs HF greedy", "vs HF assisted", "vs plain", "first token s", "accepted", "per round",
+    stock = "vs HF sampling" if any(row.get("sampled") for row in rows) else "vs HF greedy"
+    head = ["variant", "tokens/s", stock, "vs HF assisted", "vs plain", "first token s", "accepted", "per round",
             "= reference"]
     measured = {row["variant"] for row in rows}
     return columns([head, *(_line(rows, name) for name in variants if name in measured)])

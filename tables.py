@@ -203,7 +203,61 @@ def sampling(found: Findings) -> str:
     return captioned(table(head, lines), found.caption("sampling"))
 
 
+def sampling_speed(found: Findings) -> str:
+    """The benchmark at a temperature above 0: both couplings against stock sampling and our own plain sampling."""
+    found = found.sampled
+    lines = []
+    for name, rows in found.runs.items():
+        judged, alike = sum(row.get("same_ids") is not None for row in rows), same(rows, "same_ids")
+        lines.append([found.label(name), str(len({row["prompt_id"] for row in rows})), interval(speed(rows), ".1f"),
+                      *("1 (baseline)" if name == base else interval(found.ratio(name, base)) for base in ("hf-greedy", "plain")),
+                      number(mean(rows, "acceptance_rate")), number(mean(rows, "tokens_per_round")),
+                      NOT_AVAILABLE if alike is None else f"{alike} of {judged}"])
+    head = ["variant", "n", "tokens/s [95%]", "× HF sampling", "× plain sampling", "acceptance", "tokens/round",
+            "same as plain sampling"]
+    return captioned(table(head, lines), found.caption("benchmark-sampling"))
+
+
+def verify_sampling(found: Findings) -> str:
+    """Coupled sampling against target-only sampling with the seed, by drafter and K."""
+    groups: dict[tuple[str, int | str], list[Row]] = defaultdict(list)
+    for row in found.rows("verify-sampling", "comparison"):
+        count = str(row["num_speculative_tokens"])
+        groups[row["drafter"], int(count) if count.isdigit() else count].append(row)
+    lines = [[drafter, str(count), str(len({row["id"] for row in rows})), str(len({row["seed"] for row in rows})),
+              str(len(rows)), str(sum(not row["equal"] for row in rows)),
+              number(sum(row["accepted"] for row in rows) / max(1, sum(row["drafted"] for row in rows)))]
+             for (drafter, count), rows in sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1]).zfill(3)))]
+    head = ["drafter", "K", "prompts", "seeds", "comparisons of ids and bits", "differences", "acceptance"]
+    return captioned(table(head, lines), found.caption("verify-sampling"))
+
+
+def sampling_check(found: Findings) -> str:
+    """The distribution test: each coupling's cells, and the control."""
+    cells = found.rows("sampling-check", "cell")
+    lines = []
+    for row in sorted(found.rows("sampling-check", "coupling"), key=lambda row: str(row["coupling"])):
+        own = [cell["p_adjusted"] for cell in cells if cell["coupling"] == row["coupling"]]
+        lines.append([row["coupling"], str(row["cells"]), f"{row['draws']:,}", number(min(own), ".2g"), number(row["p"], ".2g")])
+    control = found.rows("sampling-check", "control")[0]
+    lines.append([control["name"], "1", f"{control['draws']:,}", NOT_AVAILABLE, number(control["p"], ".2g")])
+    head = ["coupling", "cells", "draws of 4 tokens", "smallest p, corrected", "p of all together"]
+    header = found.header("sampling-check")
+    return captioned(table(head, lines), f"small tables, exact probabilities · chi-square, Holm · commit {header['commit']}"
+                     + (" with changes" if header["dirty"] else ""))
+
+
+def two_sample(found: Findings) -> str:
+    """The pair's next token under each coupling against plain sampling."""
+    rows = sorted(found.rows("sampling-two-sample", "two-sample"), key=lambda row: (row["variant"] != "plain", row["variant"]))
+    lines = [[row["variant"], str(row["draws"]), str(row["outcomes"]), str(row["drafted"]), str(row["accepted"]),
+              number(row.get("p"), ".2g"), number(row.get("p_adjusted"), ".2g")] for row in rows]
+    head = ["variant", "draws", "different tokens", "drafted", "accepted", "p", "corrected"]
+    return captioned(table(head, lines), found.caption("sampling-two-sample"))
+
+
 TABLES: dict[str, Callable[[Findings], str]] = {
     function.__name__: function
-    for function in (headline, categories, ksweep, ablations, card, prediction, shapes, policies, memory, verify, sampling)
+    for function in (headline, categories, ksweep, ablations, card, prediction, shapes, policies, memory, verify, sampling,
+                     sampling_speed, verify_sampling, sampling_check, two_sample)
 }

@@ -42,9 +42,10 @@ class Variant:
     def needs_draft(self) -> bool:
         return self.drafter in ("both", "model")
 
-    def row(self) -> dict[str, Any]:
-        """The columns of a results row that say what this is."""
-        return {"variant" if key == "name" else key: value for key, value in asdict(self).items()}
+    def row(self, sampled: bool = False) -> dict[str, Any]:
+        """The columns of a results row that say what this is; at a temperature above 0 by another label."""
+        columns = {"variant" if key == "name" else key: value for key, value in asdict(self).items()}
+        return columns | {"label": SAMPLED_LABELS.get(self.name, self.label) if sampled else self.label, "sampled": sampled}
 
 
 def _ours(name: str, label: str, k: int | str = "dynamic", **changes: Any) -> Variant:
@@ -71,6 +72,10 @@ VARIANTS = {variant.name: variant for variant in (
     _ours("dynamic-self", "dynamic K, the target's int4 copy drafts", drafter="self"),
     _ours("rejection", "dynamic K, rejection sampling"),
 )}
+
+
+SAMPLED_LABELS = {"plain": "plain sampling", "hf-greedy": "Hugging Face sampling",
+                  "dynamic": "dynamic K, coupled sampling"}  # where the temperature is above 0
 
 
 @dataclass

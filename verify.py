@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ import cli
 import proven_widths
 import results
 from assemble import Assembled
-from comparison import Outcome, Reference, first_difference
+from comparison import Outcome, Reference, drafter_list, drafter_name, first_difference, with_drafters
 from crosscheck import CrossCheck, Trace, cross_check, describe, hugging_face_traces, trace_of
 from metrics import Statistics
 from models import Pair
@@ -36,7 +37,8 @@ from spec_decode import GenerationConfig
 
 DRAFT_COUNTS: tuple[int | None, ...] = (1, 3, 5, 7, 15, None)  # None: adapted
 UNPROVEN = Widths({1: 1.0, 64: 1.0})  # whatever holds the rows: width 1 when plain, K + 1 when speculative
-OUTPUTS = {"verify": "verify.jsonl", "shapes": "shapes.jsonl", "negative control": "verify-negative-control.jsonl"}
+OUTPUTS = {"verify": "verify.jsonl", "sampling": "verify-sampling.jsonl", "shapes": "shapes.jsonl",
+           "negative control": "verify-negative-control.jsonl"}
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,18 +54,27 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=cli.non_negative_int, default=96, metavar="N",
                         help="tokens per prompt (default: %(default)s)")
     parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="several seeds in place of --seed")
+    parser.add_argument("--drafters", type=drafter_list, metavar="A,B,...",
+                        help="several in place of --drafter, each with the weights of its model if it has one: "
+                        "model:int4,model:bf16,lookup; all are compared with the same plain decoding")
     parser.add_argument("--no-cross-checks", action="store_true",
                         help="leave out Hugging Face generate and width-1 decoding")
     parser.add_argument("--cross-check-prompts", type=cli.positive_int, default=4, metavar="N",
                         help="prompts of the cross-checks (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome as one JSON object")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="results file (default: by mode, in results/)")
+    parser.add_argument("--output", type=Path, metavar="FILE",
+                        help="results file (default: by mode, and by whether it samples, in results/)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--shapes", dest="mode", action="store_const", const="shapes", default="verify",
                       help="measure which widths of a pass give the same bits on this machine; kept for the engine")
     mode.add_argument("--negative-control", dest="mode", action="store_const", const="negative control",
                       help="allow widths that are not proven and insist that differences are found")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.drafters:
+        args.drafter, args.draft_weights = args.drafters[0]
+    else:
+        args.drafters = [(args.drafter, args.draft_weights)]
+    return args
 
 
 def draft_counts(text: str) -> list[int | None]:
@@ -88,7 +99,7 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     if params.coupling == "rejection" and not params.greedy:
         raise ValueError("--coupling rejection keeps the distribution, not the samples, so there is nothing to compare to "
                          "the bit; use run_sampling.py --check, or --coupling gumbel")
-    if args.drafter == "none":
+    if any(kind == "none" for kind, _ in args.drafters):
         raise ValueError("--drafter none never speculates, so there is nothing to verify; choose another drafter")
     return params
 
@@ -124,16 +135,18 @@ def compare_all(assembled: Assembled, pair: Pair, args: argparse.Namespace, writ
     prompts = cli.load_prompts(args.prompts)[:args.limit]
     cases = [(prompt, seed) for prompt in prompts for seed in args.seeds or [args.seed]]
     counts = usable_counts(assembled.engine.widths, args.num_speculative_tokens)
-    with tqdm(total=len(cases) * (1 + len(counts)), desc="generations", unit="run", mininterval=1, leave=False) as bar:
+    contenders = with_drafters(assembled, pair, args)
+    runs = len(cases) * (1 + len(contenders) * len(counts))
+    with tqdm(total=runs, desc="generations", unit="run", mininterval=1, leave=False) as bar:
         for prompt, seed in cases:
             ids, seeded = pair.encode(prompt.prompt, args.raw), replace(params, seed=seed)
             plain = run_one(assembled, pair, args, ids, seeded, 0, details=len(outcome.references) < details)
             outcome.references.append(Reference(prompt, ids, seed, plain))
             bar.update()
-            for count in counts:
-                other = run_one(assembled, pair, args, ids, seeded, count)
+            for (drafter, contender), count in itertools.product(contenders.items(), counts):
+                other = run_one(contender, pair, args, ids, seeded, count)
                 difference = first_difference(plain, other)
-                row = {"type": "comparison", "id": prompt.id, "category": prompt.category, "seed": seed,
+                row = {"type": "comparison", "id": prompt.id, "category": prompt.category, "seed": seed, "drafter": drafter,
                        "num_speculative_tokens": "dynamic" if count is None else str(count),
                        "equal": difference is None, "difference": difference, "prompt_tokens": len(ids),
                        "tokens": plain.emitted, "drafted": other.drafted, "accepted": other.accepted,
@@ -207,13 +220,13 @@ def checks(against: str, checked: list[Reference], traces: list[Trace], args: ar
 
 
 def print_table(outcome: Outcome) -> None:
-    print(f"{'K':>8} {'comparisons':>12} {'differences':>12} {'tokens':>8} {'drafted':>8} {'accepted':>9}")
+    print(f"{'drafter':12} {'K':>8} {'comparisons':>12} {'differences':>12} {'tokens':>8} {'drafted':>8} {'accepted':>9}")
     for row in outcome.by_count():
-        print(f"{row['num_speculative_tokens']:>8} {row['comparisons']:>12} {row['differences']:>12} {row['tokens']:>8} "
-              f"{row['drafted']:>8} {row['accepted']:>9}")
+        print(f"{row['drafter']:12} {row['num_speculative_tokens']:>8} {row['comparisons']:>12} {row['differences']:>12} "
+              f"{row['tokens']:>8} {row['drafted']:>8} {row['accepted']:>9}")
     for row in outcome.differences[:10]:
         where = row["difference"]
-        print(f"difference: {row['id']}, seed {row['seed']}, K = {row['num_speculative_tokens']}, at token "
+        print(f"difference: {row['id']}, seed {row['seed']}, {row['drafter']}, K = {row['num_speculative_tokens']}, at token "
               f"{where['position']}: {where['kind']} (plain / speculative: {where.get('tokens')}, {where.get('digests')})")
     for check in outcome.checks:
         print(describe(check))
@@ -244,7 +257,7 @@ def write_json(args: argparse.Namespace, content: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_args(arguments)
-    sampling_of(args)
+    sampled = not sampling_of(args).greedy
     cli.load_prompts(args.prompts)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -253,12 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note("the native kernels give the same bits at every width; the negative control runs on --backend torch")
         args.backend = "torch"
     pair = cli.pair_from(args)
-    output = args.output or results.FOLDER / OUTPUTS[args.mode]
+    output = args.output or results.FOLDER / OUTPUTS["sampling" if sampled and args.mode == "verify" else args.mode]
     if args.mode == "shapes":
         content = proven_widths.run(args, pair, output)
         write_json(args, content)
         return int(content["exit_code"])
-    header = results.header(args, pair, mode=args.mode, backend=args.backend, drafter=args.drafter)
+    header = results.header(args, pair, mode=args.mode, backend=args.backend, drafter=args.drafter,
+                            drafters=[drafter_name(*each) for each in args.drafters], temperature=args.temperature,
+                            max_new_tokens=args.max_new_tokens)
     with results.Writer(output, header) as writer:
         if args.mode == "negative control":
             assembled = load(pair, args)

@@ -120,6 +120,38 @@ def sampling_rows() -> list[Row]:
             for name, rate, same in (("plain", None, None), ("gumbel", 0.54, True), ("rejection", 0.56, None)) for n in (1, 2)]
 
 
+def sampling_benchmark_rows() -> list[Row]:
+    """The benchmark at a temperature: coupled and rejection sampling at 3 and 2.5 times the stock's rate."""
+    rows = []
+    for name, label, family, seconds in (("hf-greedy", "Hugging Face sampling", "hf", 30.0), ("plain", "plain sampling", "plain", 15.0),
+                                         ("dynamic", "dynamic K, coupled sampling", "ours", 10.0),
+                                         ("rejection", "dynamic K, rejection sampling", "ours", 12.0)):
+        rows += [{"type": "run", "variant": name, "label": label, "family": family, "prompt_id": f"code-{n}", "category": "code",
+                  "repeat": 0, "new_tokens": 96, "seconds": seconds + n, "first_token_seconds": 1.0, "sampled": True,
+                  "same_ids": True if name in ("plain", "dynamic") else None, "same_bits": None, "acceptance_rate": 0.5,
+                  "tokens_per_round": 2.5} for n in (1, 2)]
+    return rows
+
+
+def verify_sampling_rows() -> list[Row]:
+    return [{"type": "comparison", "id": f"code-{n}", "seed": seed, "drafter": drafter, "num_speculative_tokens": k, "equal": True,
+             "drafted": 10, "accepted": 4} for drafter in ("model, int4", "model, bf16", "lookup") for k in ("1", "4", "7")
+            for seed in (0, 1, 2) for n in (1, 2)]
+
+
+def sampling_check_rows() -> list[Row]:
+    cells = [{"type": "cell", "coupling": name, "name": f"K = {k}", "p_adjusted": 0.5 / k, "p": 0.1, "draws": 500}
+             for name in ("gumbel", "rejection") for k in (1, 3)]
+    pooled = [{"type": "coupling", "coupling": name, "cells": 2, "draws": 1000, "p": 0.42} for name in ("gumbel", "rejection")]
+    return [*cells, *pooled, {"type": "control", "name": "control: recorded wrongly", "draws": 500, "p": 1e-40}]
+
+
+def two_sample_rows() -> list[Row]:
+    return [{"type": "two-sample", "variant": name, "draws": 150, "outcomes": 40, "drafted": n, "accepted": n // 2, "top": []} | more
+            for name, n, more in (("plain", 0, {}), ("gumbel", 90, {"p": 0.3, "p_adjusted": 0.6}),
+                                  ("rejection", 90, {"p": 0.5, "p_adjusted": 0.6}))]
+
+
 def trace_rows(texts: list[str] | None = None) -> list[Row]:
     """Rounds as run_spec.py --trace records them; the given texts are spread over the tokens."""
     dice, rows = random.Random(5), list[Row]()
@@ -160,4 +192,8 @@ def write_all(folder: Path, **options: Any) -> Path:
     write(folder / "trace.jsonl", trace_rows())
     write(folder / "verify.jsonl", verify_rows())
     write(folder / "sampling.jsonl", sampling_rows())
+    write(folder / "benchmark-sampling.jsonl", sampling_benchmark_rows())
+    write(folder / "verify-sampling.jsonl", verify_sampling_rows())
+    write(folder / "sampling-check.jsonl", sampling_check_rows())
+    write(folder / "sampling-two-sample.jsonl", two_sample_rows())
     return folder

@@ -108,6 +108,16 @@ class TestSummary:
         assert found["categories"]["chat"]["ratio_vs_hf_assisted"]["mean"] == pytest.approx(1)
         assert found["first_token_ratio_vs_hf_assisted"]["mean"] == pytest.approx(0.5)
 
+    def test_both_couplings_against_stock_sampling(self) -> None:
+        """A last line without the figures that were asked for, or with greedy decoding's name on them."""
+        seconds = {"hf-greedy": 6.0, "plain": 4.0, "dynamic": 2.0, "rejection": 1.5}
+        rows = [run_row(name, prompt, took, sampled=True) for name, took in seconds.items() for prompt in ("p0", "p1")]
+        found = summarize(rows)
+        wanted = {"coupled": 3, "rejection": 4, "plain": 1.5}
+        assert {name: found[f"{name}_ratio_vs_hf_sampling"]["mean"] for name in wanted} == pytest.approx(wanted)
+        assert "vs HF sampling" in table(rows, list(seconds))
+        assert not any("sampling" in key for key in summarize([run_row("dynamic", "p0", 1.0)]))
+
     def test_order_of_rows_is_irrelevant(self) -> None:
         """A bootstrap, or a sum over repeats, that depends on the order in which rows were written."""
         source = random.Random(1)
@@ -180,6 +190,8 @@ class TestSession:
         runners = fakes(hf_assisted=Fake(tokens=(3,))) | {"rejection": Fake(tokens=(4,))}
         rows = list(session(runners, sampled=True).run())
         assert {row["variant"] for row in rows if row["same_ids"] is None} == {"hf-greedy", "hf-assisted", "rejection"}
+        assert {row["label"] for row in rows if row["variant"] in ("hf-greedy", "dynamic", "plain")} == {
+            "Hugging Face sampling", "dynamic K, coupled sampling", "plain sampling"}
         assert summarize(rows)["differences"] == 0
 
     def test_resumed_rows_are_not_measured_again(self) -> None:
@@ -283,6 +295,11 @@ class TestFlags:
         """A greedy run in a column called rejection sampling."""
         with pytest.raises(ValueError, match="temperature"):
             benchmark.complete(benchmark.parse_args(["--variants", "plain,rejection"]))
+
+    def test_a_sampled_run_has_a_file_of_its_own(self) -> None:
+        """The greedy results, from which the tables are made, were moved aside by a run at a temperature."""
+        for flags, name in (([], "benchmark"), (["--temperature", "0.8"], "benchmark-sampling"), (["--card"], "card")):
+            assert benchmark.complete(benchmark.parse_args(flags)).output == results.FOLDER / f"{name}.jsonl"
 
     def test_unknown_variant(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A misspelt variant that fails after the models were loaded."""

@@ -19,6 +19,7 @@ from distribution import (
     CELLS,
     CONTROL,
     Cell,
+    Finding,
     TableModel,
     Tally,
     cell,
@@ -28,6 +29,7 @@ from distribution import (
     holm,
     judge,
     merged,
+    together,
     two_sample,
 )
 from drafters import ModelDrafter, Proposal
@@ -91,6 +93,33 @@ def test_holm_corrects_step_by_step() -> None:
     """Caught: adjusted values that were not monotonic, so that a larger p was rejected and a smaller one was not."""
     assert holm([0.01, 0.04, 0.03, 0.9]) == pytest.approx([0.04, 0.09, 0.09, 0.9])
     assert holm([0.5, 0.6]) == [1.0, 1.0]
+
+
+def test_cells_together_are_as_uniform_as_each() -> None:
+    """Caught: the three dependent findings of one cell counted three times; an impossible outcome drowned by the rest."""
+    generator, p_values = torch.Generator().manual_seed(2), []
+    for _ in range(100):
+        found = []
+        for tested in CELLS[:2]:
+            probs = exact(tested).flatten()
+            seen = torch.bincount(torch.multinomial(probs, 1000, True, generator=generator), minlength=len(probs))
+            found += [Finding(tested, tokens, 1000, chi_square(seen, probs)) for tokens in ("1-2", "2-3")]
+        p_values.append(together(found).p)
+    assert stats.kstest(p_values, "uniform").pvalue > 0.01
+    assert together(found).degrees == found[0].fit.degrees + found[2].fit.degrees
+    assert together([*found, Finding(CONTROL, "1-4", 1000, distribution.Fit(0.0, 1, 0.0))]).p == 0
+
+
+def test_each_coupling_gets_50_000_draws() -> None:
+    """Caught: 'draws' that were those of all cells, or a coupling with hardly any."""
+    draws = dict(zip(CELLS, run_sampling.default_draws(CELLS), strict=True))
+    for coupling in run_sampling.COUPLINGS:
+        cells = [tested for tested in CELLS if tested.sampling.coupling == coupling]
+        assert sum(draws[tested] for tested in cells) >= 50_000 and len({draws[tested] for tested in cells}) == 1
+        assert len({tested.num_speculative_tokens for tested in cells}) >= 4
+        assert len({tested.sampling.temperature for tested in cells}) >= 3
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+            assert any(getattr(tested.sampling, name) != off for tested in cells), (coupling, name)
 
 
 def test_exact_probabilities_are_a_distribution_and_end_at_the_end_token() -> None:
@@ -200,7 +229,7 @@ def small_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SmallCheck:
 def test_the_exit_code_of_the_check(small_check: SmallCheck) -> None:
     """Caught: an exit code of 0 when a cell was off, or when the control had gone unnoticed."""
     code, rows = small_check(HONEST, STRONG)
-    assert (code, [row["type"] for row in rows]) == (0, ["header", "cell", "control"])
+    assert (code, [row["type"] for row in rows]) == (0, ["header", "cell", "control", "coupling", "verdict"])
     assert rows[1]["p_adjusted"] > 1e-3 > 1e-6 > rows[2]["p"]
     assert small_check(HONEST, HONEST)[0] == 1
     assert small_check(STRONG, STRONG)[0] == 1

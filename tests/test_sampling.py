@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 import sampling
-from sampling import LogitsError, SamplingParams, choose, draw, gumbel_noise, probabilities, residual, warp
+from sampling import LogitsError, SamplingParams, choose, draw, generator_of, gumbel_noise, probabilities, residual, warp
 
 FOUR = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 
@@ -191,17 +191,24 @@ def mixture(target: Tensor, draft: Tensor, recovered: Tensor) -> Tensor:
 
 
 @settings(derandomize=True, max_examples=400, deadline=None, database=None)
-@given(DISTRIBUTION, DISTRIBUTION, st.sampled_from(["any", "equal", "close", "disjoint", "one-hot"]))
+@given(DISTRIBUTION, DISTRIBUTION, st.sampled_from(["any", "equal", "close", "disjoint", "one-hot", "nearly", "nearly both"]))
 def test_accepted_and_recovered_mass_add_up_to_the_target(target: Tensor, other: Tensor, relation: str) -> None:
     """Caught: a residual not normalised, or NaN where there is none (Leviathan et al. 2023, appendix A.1)."""
     one_hot = (torch.arange(6) == int(other.argmax())).double()
-    draft = {"equal": target.clone(), "close": target * (1 + 1e-15 * other), "one-hot": one_hot}.get(relation, other)
+    nearly = one_hot * (1 - 1e-9) + other * 1e-9
+    draft = {"equal": target.clone(), "close": target * (1 + 1e-15 * other), "one-hot": one_hot, "nearly": nearly,
+             "nearly both": nearly}.get(relation, other)
+    if relation == "nearly both":
+        target = one_hot * (1 - 3e-10) + target * 3e-10
     if relation == "disjoint":
         target, draft = torch.cat([target, 0 * target]), torch.cat([0 * draft, draft])
     recovered = residual(target, draft)
     assert recovered.isfinite().all()
     assert float(recovered.sum()) == pytest.approx(1, abs=1e-12)
     assert float((mixture(target, draft, recovered) - target).abs().max()) <= 1e-12
+    single = residual(target.float(), draft.float())  # the precision of the engine
+    assert single.isfinite().all() and float(single.sum()) == pytest.approx(1, abs=1e-5)
+    assert float(target[draw(single, torch.Generator().manual_seed(0))]) > 0, "never a token that the target rules out"
 
 
 def test_the_identity_rejects_a_wrong_residual() -> None:
@@ -226,6 +233,13 @@ def test_draw_follows_the_probabilities() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert counts[[0, 2, 5]].sum() == 0
     assert stats.chisquare(counts[[1, 3, 4]], 10_000 * np.array([0.1, 0.2, 0.7])).pvalue > 0.001
+
+
+def test_seeds_that_differ_in_any_bit_draw_differently() -> None:
+    """Caught: PyTorch's generator ignores all but the low 32 bits, so seeds 5 and 5 + 2^32 gave the same samples."""
+    seeds = [0, 1, 5, 5 + 2**32, 5 + 2**63, 2**64 - 1, 2**32 - 1]
+    assert len({tuple(torch.rand(3, generator=generator_of(seed)).tolist()) for seed in seeds}) == len(seeds)
+    assert torch.equal(torch.rand(3, generator=generator_of(5)), torch.rand(3, generator=generator_of(5)))
 
 
 def test_draw_at_both_ends_of_the_uniform(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,27 @@ class TestExactness:
         assert (code, found["comparisons"], found["differences"]) == (0, 18, 0)
         assert found["cross_checks"] == []
 
+    def test_several_drafters_share_the_plain_decoding(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A draft of the one drafter in the cache of another; or plain decoding once per drafter and K: hours."""
+        plain, run_one = [], verify.run_one
+        monkeypatch.setattr(verify, "run_one", lambda *a, **k: plain.append(a[5]) or run_one(*a, **k))
+        code, found = run(tmp_path, "-K", "1,4", "--temperature", "0.8", "--seeds", "3,4", "--drafters",
+                          "model:int4,model:bf16,lookup,both,self:int8", prompts=["x y x y x y x y", "Count: 1, 2, 3,"])
+        assert (code, found["comparisons"], found["differences"]) == (0, 2 * 2 * 5 * 2, 0)
+        assert plain.count(0) == 4
+        sums = {(row["drafter"], row["num_speculative_tokens"]): row for row in found["by_num_speculative_tokens"]}
+        assert list(sums)[::2] == [(name, "1") for name in ("model, int4", "model, bf16", "lookup", "both, int4", "self, int8")]
+        assert sums["model, int4", "4"]["accepted"] < sums["model, bf16", "4"]["accepted"], "each with its own weights"
+        assert {row["seed"] for row in results.read(tmp_path / "out.jsonl")[1]} == {3, 4}
+
+    def test_sampled_runs_have_a_file_of_their_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A sampled run moved the greedy results aside, and the tables showed it in their place."""
+        monkeypatch.setattr(results, "FOLDER", tmp_path)
+        for flags in ([], ["--temperature", "0.8"]):
+            assert verify.main(["--pair", "tiny", "--limit", "1", "-K", "2", "--max-new-tokens", "4", "--no-cross-checks",
+                                *flags]) == 0
+        assert sorted(file.name for file in tmp_path.glob("*.jsonl")) == ["verify-sampling.jsonl", "verify.jsonl"]
+
     def test_sampling_with_everything_on(self, tmp_path: Path) -> None:
         """A penalty whose history kept rejected tokens."""
         code, found = run(tmp_path, "-K", "4", "--temperature", "1.2", "--top-k", "40", "--top-p", "0.9", "--min-p", "0.01",
@@ -282,6 +303,13 @@ class TestFlagsAndFiles:
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, "-K", "1")
         assert not (tmp_path / "out.json").read_text()
+
+    @pytest.mark.parametrize("text", ["", "model:int2", "lookup,modle", "model;bf16"])
+    def test_unknown_drafters_are_a_usage_error(self, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """A misspelt drafter that shows after the models were loaded."""
+        with pytest.raises(SystemExit):
+            verify.parse_args(["--drafters", text])
+        assert "is not DRAFTER" in capsys.readouterr().err
 
     def test_draft_counts(self) -> None:
         """'dynamic' and numbers in one list; nonsense is a usage error."""
