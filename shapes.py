@@ -94,7 +94,7 @@ def measure_seconds(decoder: Steppable, widths: Sequence[int], context: int = 64
             break
         for width in fastest:  # interleaved: a slow moment of the machine does not fall on one width
             start = time.perf_counter()
-            decoder.forward(ids[:width])
+            decoder.forward(ids[:width])[-1, 0].item()  # waits for the device
             fastest[width] = min(fastest[width], time.perf_counter() - start)
             decoder.cache.crop(context)  # type: ignore[attr-defined]
     return dict(zip(fastest, itertools.accumulate(fastest.values(), max), strict=True))

@@ -318,7 +318,7 @@ def _digests(logits: Tensor, config: GenerationConfig) -> list[str]:
     """One digest per row of logits: equal digests mean equal bits."""
     if not config.digests:
         return []
-    return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=8).hexdigest() for row in logits.contiguous()]
+    return [hashlib.sha1(row.cpu().numpy(), usedforsecurity=False).hexdigest()[:16] for row in logits.contiguous()]
 
 
 def _detail(token: int, logits: Tensor, chooser: Chooser, proposal: Proposal | None, index: int = 0) -> dict[str, Any]:
