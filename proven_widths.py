@@ -11,7 +11,7 @@ import argparse
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 import results
 from assemble import DTYPE_NAMES, load_decoder, shapes_file, store_widths
 from models import Pair
-from shapes import CANDIDATES, FIXED_WIDTH, Widths
+from shapes import CANDIDATES, FIXED_WIDTH, Widths, measure_seconds
 from transformer import Decoder
 
 CONTEXT = 40  # slots before the first position, filled at random: a prefill would take as long as the widest pass
@@ -86,7 +86,11 @@ def measure_shapes(target: Decoder) -> list[Shape]:
         slots = entries[:, :, :CONTEXT]
         slots.copy_(torch.randn(slots.shape, generator=generator))
     target.forward(tokens[:1])  # warm up
-    return [run_shape(target, tokens, width) for width in tqdm(widths, desc="widths", leave=False)]
+    shapes = [run_shape(target, tokens, width) for width in tqdm(widths, desc="widths", leave=False)]
+    if slow:  # two passes have to do
+        return shapes
+    seconds = measure_seconds(target, widths)
+    return [replace(shape, seconds=seconds[shape.width]) for shape in shapes]
 
 
 def largest_class(shapes: Sequence[Shape]) -> list[Shape]:
