@@ -30,12 +30,15 @@ import memory
 import replay
 import results
 from assemble import add_sampling_arguments, sampling_from
+from findings import ABLATIONS
 from models import Pair
 from summary import summarize, table
 from variants import VARIANTS, HuggingFace, Ours, Outcome, Runner, Variant
 
 QUICK = ("plain", "hf-greedy", "hf-assisted", "dynamic")
 DEFAULT = ("plain", "hf-greedy", "hf-assisted", "k2", "k4", "k7", "k11", "dynamic")
+ABLATED = ("plain", "dynamic", *ABLATIONS)
+SUBSET = 8  # prompts of --ablations and --policies, one per category
 WARM_UP_TOKENS = 8
 REFERENCES = {"plain": "plain", "ours": "plain", "hf": "hf-greedy"}  # whose output a family's is compared with
 DEFINITIONS = {
@@ -69,6 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="4 prompts x 48 tokens, four variants: minutes on two cores")
     size.add_argument("--full", action="store_true", help="every variant and every prompt")
+    size.add_argument("--ablations", action="store_true", help="8 prompts, dynamic K with a piece taken away or exchanged")
     parser.add_argument("--limit", type=cli.positive_int, metavar="N", help="prompts (default: 24, or all of --prompts)")
     parser.add_argument("--max-new-tokens", type=cli.positive_int, metavar="N", help="tokens per prompt (default: 96)")
     parser.add_argument("--variants", type=variant_names, metavar="A,B,...", help=f"of {', '.join(VARIANTS)}")
@@ -95,7 +99,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in what --quick, --full and the default leave open."""
     sampled = not sampling_from(args).greedy
     if args.variants is None:
-        names = QUICK if args.quick else tuple(VARIANTS) if args.full else DEFAULT
+        names = QUICK if args.quick else ABLATED if args.ablations else tuple(VARIANTS) if args.full else DEFAULT
         names = tuple(name for name in names if name != "rejection")
         args.variants = (*names, "rejection") if sampled else names
     elif "rejection" in args.variants and not sampled:
@@ -103,8 +107,9 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     args.max_new_tokens = args.max_new_tokens or (48 if args.quick else 96)
     if args.limit is None and not args.full:
         own = args.prompts != cli.DEFAULT_PROMPTS
-        args.limit = 4 if args.quick else replay.PROMPTS if args.policies else None if own else 24
-    name = "card" if args.card else "policies" if args.policies else "benchmark-sampling" if sampled else "benchmark"
+        args.limit = 4 if args.quick else SUBSET if args.ablations or args.policies else None if own else 24
+    name = ("card" if args.card else "policies" if args.policies else "benchmark-sampling" if sampled else
+            "benchmark-ablations" if args.ablations else "benchmark")
     args.output = args.output or results.FOLDER / f"{name}.jsonl"
     return args
 

@@ -54,7 +54,7 @@ def with_ratio(found: Findings, variant: str, baseline: str) -> str:
 
 def speed_chart(found: Findings, title: str, variants: Sequence[str], baseline: str) -> Figure:
     """Tokens per second of some variants, with ratios against a baseline."""
-    figure, axes = new(title, found.caption("benchmark"), height=1.9 + 0.34 * len(variants))
+    figure, axes = new(title, found.caption(found.benchmark), height=1.9 + 0.34 * len(variants))
     values = [speed(found.runs.get(name, [])) for name in variants]
     bars_across(axes, [found.label(name) for name in variants], values, [with_ratio(found, v, baseline) for v in variants],
                 [LOOKS[family(found, name)] for name in variants])
@@ -76,9 +76,10 @@ def throughput(found: Findings) -> Figure:
 
 def ablations(found: Findings) -> Figure:
     """What each piece of ours is worth."""
+    found = found.ablated
     present = [name for name in ABLATIONS if name in found.runs]
     if not present:
-        raise NoData(f"no ablations were run; {make_with('benchmark')} --full")
+        raise NoData(f"no ablations were run; {make_with(found.benchmark)}")
     return speed_chart(found, "Ablations: one piece taken away or exchanged", ["plain", "dynamic", *present], "plain")
 
 

@@ -22,6 +22,7 @@ Row = dict[str, Any]
 COMMANDS = {  # what makes a file, or its rows of one type
     "benchmark": "python benchmark.py", "benchmark memory": "python benchmark.py --memory",
     "card": "python benchmark.py --card", "policies": "python benchmark.py --policies", "baseline": "python run_baseline.py",
+    "benchmark-ablations": "python benchmark.py --ablations",
     "benchmark-sampling": "python benchmark.py --temperature 0.8 --variants plain,hf-greedy,dynamic,rejection",
     "shapes": "python verify.py --shapes", "verify": "python verify.py",
     "verify-sampling": "python verify.py --temperature 0.8 --seeds 0,1,2 --drafters model:int4,model:bf16,lookup -K 1,4,7",
@@ -141,6 +142,11 @@ class Findings:
     def sampled(self) -> Findings:
         """The same folder, with the benchmark that was run at a temperature above 0."""
         return Findings(self.folder, "benchmark-sampling")
+
+    @cached_property
+    def ablated(self) -> Findings:
+        """The same folder, with the benchmark of what each piece is worth."""
+        return Findings(self.folder, "benchmark-ablations")
 
     def label(self, variant: str) -> str:
         """What to call a variant: the benchmark's words, and whether it is ours; its name where it was not run."""

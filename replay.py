@@ -30,7 +30,6 @@ from transformer import Decoder
 from variants import VARIANTS, Ours
 
 DEPTH = 12  # draft tokens recorded per position; no policy drafts more
-PROMPTS = 8
 DEFINITIONS = {
     "tokens_per_second": "decoding, without prefill, prompt lookup and siblings: rounds of measured draft steps and passes",
     "regret": "1 - tokens_per_second / that of the best fixed K (0 included) over all traces",

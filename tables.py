@@ -56,7 +56,7 @@ def speed_table(found: Findings, variants: Sequence[str]) -> str:
     """All figures of some variants."""
     head = ["variant", "n", "tokens/s [95%]", "decode tokens/s", *AGAINST, "first token, s", "acceptance", "tokens/round",
             "same output"]
-    return captioned(table(head, [speed_line(found, name) for name in variants]), found.caption("benchmark"))
+    return captioned(table(head, [speed_line(found, name) for name in variants]), found.caption(found.benchmark))
 
 
 def speed_line(found: Findings, variant: str) -> list[str]:
@@ -86,6 +86,7 @@ def ksweep(found: Findings) -> str:
 
 def ablations(found: Findings) -> str:
     """Dynamic K and what happens without each of its pieces."""
+    found = found.ablated
     return speed_table(found, ["plain", "dynamic", *require(found, ABLATIONS)])
 
 
@@ -93,7 +94,7 @@ def require(found: Findings, variants: Sequence[str]) -> list[str]:
     """Those that were run. Raises NoData where none was."""
     present = [name for name in variants if name in found.runs]
     if not present:
-        raise NoData(f"none of {', '.join(variants)} was run; {make_with('benchmark')} --full")
+        raise NoData(f"none of {', '.join(variants)} was run; {make_with(found.benchmark)}")
     return present
 
 
