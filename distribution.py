@@ -94,7 +94,7 @@ class Cell:
     num_speculative_tokens: int | None = 3
     drafter: str = "model"  # 'model', 'lookup' or 'both'
     vocab_size: int = 6
-    max_new_tokens: int = 8  # more than LENGTH, so that K is not cut where we look
+    max_new_tokens: int = LENGTH + 1  # room for a bonus token; what is drafted beyond has no part in those looked at
     end_token: int | None = None
     fixed_width: bool = False  # every pass padded to 8 rows
     noise: float = 0.8  # how far the draft's logits are from the target's
@@ -116,13 +116,13 @@ CELLS = tuple(replace(c, sampling=replace(c.sampling, seed=number * SEEDS_PER_CE
     cell("top-k 4, lookup and model, passes of 8 rows", temperature=1.3, top_k=4, drafter="both", fixed_width=True),
     cell("top-p 0.9, ends after 4", temperature=1.3, top_p=0.9, max_new_tokens=LENGTH),
     cell("min-p 0.1, end token", temperature=1.3, min_p=0.1, end_token=3),
-    cell("K = 7, top-k 3, top-p 0.9, min-p 0.05", num_speculative_tokens=7, top_k=3, top_p=0.9, min_p=0.05),
+    cell("K = 7, top-k 3, top-p 0.9, min-p 0.05", num_speculative_tokens=7, max_new_tokens=9, top_k=3, top_p=0.9, min_p=0.05),
     cell("V = 16, pairs", temperature=0.7, vocab_size=16),
     cell("K = 3", temperature=0.7, coupling="gumbel", drafter="both"),
     cell("K adapted, penalty 1.3", temperature=1.3, coupling="gumbel", repetition_penalty=1.3, num_speculative_tokens=None),
     cell("K = 1, top-p 0.9, end token", temperature=1.3, coupling="gumbel", top_p=0.9, num_speculative_tokens=1,
          end_token=3),
-    cell("K = 7, min-p 0.1", coupling="gumbel", min_p=0.1, num_speculative_tokens=7),
+    cell("K = 7, min-p 0.1", coupling="gumbel", min_p=0.1, num_speculative_tokens=7, max_new_tokens=9),
     cell("top-k 4, lookup, passes of 8 rows", coupling="gumbel", top_k=4, drafter="lookup", fixed_width=True),
 ), start=1))
 

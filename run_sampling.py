@@ -47,8 +47,8 @@ DEFINITIONS = """acceptance: accepted / drafted tokens; tokens/round: emitted / 
 tokens/s: emitted / seconds of the whole generation, prefill included"""
 ALPHA = 1e-3  # a distribution is off when its p, corrected for the number of tests, is not above
 ALPHA_CONTROL = 1e-6  # the control has to be below
-CONTROL_DRAWS = 5000
-CHECK_DRAWS = 50_000  # of LENGTH tokens, per coupling, shared by its cells
+CONTROL_DRAWS = 2500
+CHECK_DRAWS = 50_000  # of LENGTH tokens: half for each coupling, shared by its cells; more take over two minutes
 CHUNK = 1000  # draws of a cell that one process makes at a time
 PAIR_DRAWS = 200
 PAIR_DRAFT_TOKENS = 3  # K in --two-sample, unless given: adapted K might not draft at once
@@ -65,7 +65,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     mode.add_argument("--two-sample", dest="mode", action="store_const", const="two-sample",
                       help="test the pair itself against plain sampling")
     parser.add_argument("--draws", type=cli.positive_int, metavar="N",
-                        help=f"generations per cell of --check (default: {CHECK_DRAWS} per coupling, shared by its cells) "
+                        help=f"generations per cell of --check (default: {CHECK_DRAWS} in all, half for each coupling) "
                         f"or per variant of --two-sample (default: {PAIR_DRAWS})")
     parser.add_argument("--prompt", metavar="TEXT", help="this prompt in place of a file's")
     parser.add_argument("--limit", type=cli.positive_int, default=4, metavar="N", help="prompts (default: %(default)s)")
@@ -161,9 +161,9 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def default_draws(cells: Sequence[Cell]) -> list[int]:
-    """CHECK_DRAWS for each coupling, rounded up to the same number for all of its cells."""
+    """Half of CHECK_DRAWS for each coupling, rounded up to the same number for all of its cells."""
     sizes = Counter(cell.sampling.coupling for cell in cells)
-    return [math.ceil(CHECK_DRAWS / sizes[cell.sampling.coupling]) for cell in cells]
+    return [math.ceil(CHECK_DRAWS / len(sizes) / sizes[cell.sampling.coupling]) for cell in cells]
 
 
 def tally_all(cells: Sequence[Cell], draws: Sequence[int], processes: int) -> list[Tally]:

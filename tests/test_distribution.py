@@ -110,12 +110,12 @@ def test_cells_together_are_as_uniform_as_each() -> None:
     assert together([*found, Finding(CONTROL, "1-4", 1000, distribution.Fit(0.0, 1, 0.0))]).p == 0
 
 
-def test_each_coupling_gets_50_000_draws() -> None:
-    """Caught: 'draws' that were those of all cells, or a coupling with hardly any."""
+def test_both_couplings_share_50_000_draws() -> None:
+    """Caught: a coupling with hardly any draws, or with one K, one temperature, or a warp that no cell has."""
     draws = dict(zip(CELLS, run_sampling.default_draws(CELLS), strict=True))
     for coupling in run_sampling.COUPLINGS:
         cells = [tested for tested in CELLS if tested.sampling.coupling == coupling]
-        assert sum(draws[tested] for tested in cells) >= 50_000 and len({draws[tested] for tested in cells}) == 1
+        assert sum(draws[tested] for tested in cells) >= 25_000 and len({draws[tested] for tested in cells}) == 1
         assert len({tested.num_speculative_tokens for tested in cells}) >= 4
         assert len({tested.sampling.temperature for tested in cells}) >= 3
         for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
