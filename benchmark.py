@@ -80,10 +80,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE", help="results file (default: in results/)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted --output")
     parser.add_argument("--no-digests", action="store_true", help="compare ids only, not the bits of the logits")
-    parser.add_argument("--memory", action="store_true", help="also each variant's peak memory, in a process of its own")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--card", action="store_true", help="instead: step times, bandwidth and predicted speed-up")
     mode.add_argument("--policies", action="store_true", help="instead: replay policies for K on recorded traces")
+    mode.add_argument("--memory", action="store_true", help="instead: each variant's peak memory, in a process of its own")
     return parser.parse_args(argv)
 
 
@@ -99,7 +99,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in what --quick, --full and the default leave open."""
     sampled = not sampling_from(args).greedy
     if args.variants is None:
-        names = QUICK if args.quick else ABLATED if args.ablations else tuple(VARIANTS) if args.full else DEFAULT
+        names = QUICK if args.quick or args.memory else ABLATED if args.ablations else tuple(VARIANTS) if args.full else DEFAULT
         names = tuple(name for name in names if name != "rejection")
         args.variants = (*names, "rejection") if sampled else names
     elif "rejection" in args.variants and not sampled:
@@ -108,8 +108,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     if args.limit is None and not args.full:
         own = args.prompts != cli.DEFAULT_PROMPTS
         args.limit = 4 if args.quick else SUBSET if args.ablations or args.policies else None if own else 24
-    name = ("card" if args.card else "policies" if args.policies else "benchmark-sampling" if sampled else
-            "benchmark-ablations" if args.ablations else "benchmark")
+    name = ("card" if args.card else "policies" if args.policies else "memory" if args.memory else
+            "benchmark-sampling" if sampled else "benchmark-ablations" if args.ablations else "benchmark")
     args.output = args.output or results.FOLDER / f"{name}.jsonl"
     return args
 
@@ -238,20 +238,12 @@ def make_runners(args: argparse.Namespace, pair: Pair) -> tuple[dict[str, Runner
     return runners, runners.get("plain") or ours.runner(VARIANTS["plain"])
 
 
-def measure_memory(args: argparse.Namespace, task: Task, writer: results.Writer, done: set[str]) -> None:
-    """Each variant's peak, before this process takes memory for its own models."""
-    for name in tqdm([name for name in args.variants if name not in done], desc="memory", disable=None):
-        writer.write(memory.in_fresh_process(name, args, task.ids))
-
-
 def compare(args: argparse.Namespace, pair: Pair) -> int:
     """The benchmark itself."""
     tasks = load_tasks(args, pair)
     header = settings(args, pair, tasks)
     rows = earlier(args.output, header) if args.resume else []
     with results.Writer(args.output, header, append=args.resume) as writer:
-        if args.memory:
-            measure_memory(args, tasks[0], writer, {row["variant"] for row in rows if row["type"] == "memory"})
         session = Session(tasks, *make_runners(args, pair), args.max_new_tokens, args.repeats,
                           not sampling_from(args).greedy, [row for row in rows if row["type"] == "run"])
         try:
@@ -275,6 +267,8 @@ def main() -> int:
         return card.run(args, pair)
     if args.policies:
         return replay.run(args, pair, load_tasks(args, pair))
+    if args.memory:
+        return memory.run(args, pair, load_tasks(args, pair)[0].ids)
     return compare(args, pair)
 
 

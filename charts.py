@@ -14,7 +14,6 @@ from findings import (
     ABLATIONS,
     BASELINES,
     FIXED_K,
-    HEADLINE,
     Estimate,
     Findings,
     NoData,
@@ -25,10 +24,11 @@ from findings import (
     mean,
     per_prompt,
     speed,
+    variant_label,
 )
 
 SHORT = {"hf-greedy": "Hugging Face greedy", "hf-assisted": "Hugging Face assisted", "plain": "our plain decoding"}
-SOURCES = ("benchmark", "card", "policies")  # files that charts are drawn from
+SOURCES = ("benchmark", "card", "policies", "memory")  # files that charts are drawn from
 PARTS: dict[str, tuple[str, Look]] = {  # of a round
     "draft": ("drafting", {"color": ORANGE, "hatch": "//"}), "verify": ("target pass (verify)", {"color": BLUE}),
     "rest": ("the rest", {"color": "#dddddd"}),
@@ -244,15 +244,14 @@ def policy_regret(found: Findings) -> Figure:
 
 def memory(found: Findings) -> Figure:
     """Peak memory by variant."""
-    rows = found.rows("benchmark", "memory")
-    peaks = {row["variant"]: Estimate(row["peak_mb"] / 1000, None, None, 1) for row in rows if row.get("peak_mb")}
-    shown = in_order({*peaks, *(name for name in HEADLINE if name in found.runs)})
-    figure, axes = new("Peak memory by variant", caption(found.header("benchmark")), height=1.8 + 0.34 * len(shown))
-    texts = [f"{peaks[name].mean:.2f}" if name in peaks else "n/a" for name in shown]
-    bars_across(axes, [found.label(name) for name in shown], [peaks.get(name) for name in shown], texts,
-                [LOOKS[family(found, name)] for name in shown])
-    how = "; ".join(sorted({str(row.get("how", "")) for row in rows} - {""}))
-    axes.set_xlabel(f"GB ({how})" if how else "GB")
+    rows = {row["variant"]: row for row in found.rows("memory", "memory")}
+    shown = in_order(rows)
+    figure, axes = new("Peak memory by variant", caption(found.header("memory")), height=1.8 + 0.34 * len(shown))
+    peaks = [Estimate(rows[name]["peak_mb"] / 1000, None, None, 1) for name in shown]
+    bars_across(axes, [variant_label(rows[name]) for name in shown], peaks, [f"{peak.mean:.2f}" for peak in peaks],
+                [LOOKS[str(rows[name]["family"])] for name in shown])
+    how = "; ".join(sorted({str(row["how"]) for row in rows.values()}))
+    axes.set_xlabel(f"GB ({how})")
     return figure
 
 

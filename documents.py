@@ -4,7 +4,8 @@
     <!-- num:summary.ratio_vs_hf_greedy.mean|.2f -->4.56<!-- /num -->  a number from a results file, with its format
 
 Where a number comes from: summary.FIELD...: what the benchmark prints last. variant[NAME].FIELD...: figures of a variant
-(tokens_per_second.mean, first_token_seconds, vs.hf-assisted.low, ...). count[FILE,key=value,...]: how many rows.
+(tokens_per_second.mean, first_token_seconds, vs.hf-assisted.low, ...). ablated[NAME].FIELD...: the same of the run with --ablations.
+count[FILE,key=value,...]: how many rows.
 FILE.TYPE[key=value,...].FIELD... or FILE[key=value,...].FIELD...: the one row that fits, e.g.
 card.step[model=target,width=6].share_of_machine|.0%. FILE.header.FIELD: the header. After the format a factor may
 follow: |.1f*1000 shows seconds as milliseconds.
@@ -96,8 +97,8 @@ def look_up(path: str, found: Findings) -> Any:
     value: Any
     if source == "summary":
         value = summary.summarize(found.rows("benchmark", "run"))  # a resumed run has several such rows
-    elif source == "variant":
-        value = found.figures(selector)
+    elif source in ("variant", "ablated"):
+        value = (found if source == "variant" else found.ablated).figures(selector)
     elif selector:
         value = one(matching(found.rows(source), selector.split(",")), path)
     elif rest and rest[0] == "header":

@@ -20,7 +20,7 @@ import summary
 
 Row = dict[str, Any]
 COMMANDS = {  # what makes a file, or its rows of one type
-    "benchmark": "python benchmark.py", "benchmark memory": "python benchmark.py --memory",
+    "benchmark": "python benchmark.py", "memory": "python benchmark.py --memory",
     "card": "python benchmark.py --card", "policies": "python benchmark.py --policies", "baseline": "python run_baseline.py",
     "benchmark-ablations": "python benchmark.py --ablations",
     "benchmark-sampling": "python benchmark.py --temperature 0.8 --variants plain,hf-greedy,dynamic,rejection",
@@ -150,8 +150,7 @@ class Findings:
 
     def label(self, variant: str) -> str:
         """What to call a variant: the benchmark's words, and whether it is ours; its name where it was not run."""
-        row = self.runs.get(variant, [{}])[0]
-        return str(row.get("label") or variant) + (" (ours)" if row.get("family") in ("plain", "ours") else "")
+        return variant_label(self.runs.get(variant, [{"variant": variant}])[0])
 
     def ratio(self, variant: str, baseline: str, category: str | None = None) -> Estimate | None:
         """`ratio` of two variants by name, within one category if given."""
@@ -178,6 +177,11 @@ class Findings:
         own = self.header(name)
         parts[f"{own.get('backend')}, {own.get('weights')}"] = own
         return "; ".join(f"{part}: {caption(parts[part])}" for part in sorted(parts))
+
+
+def variant_label(row: Row) -> str:
+    """What to call the variant of a row: the benchmark's words, and whether it is ours."""
+    return str(row.get("label") or row["variant"]) + (" (ours)" if row.get("family") in ("plain", "ours") else "")
 
 
 def make_with(name: str, kind: str | None = None) -> str:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from models import load_pair
+import results
+from models import Pair, load_pair
 from variants import VARIANTS, HuggingFace, Ours
 
 
@@ -38,13 +40,24 @@ def measure(name: str, args: argparse.Namespace, prompt: Sequence[int]) -> dict[
     pair, variant = load_pair(args.pair, args.target, args.draft), VARIANTS[name]
     side = HuggingFace(pair, args) if variant.family == "hf" else Ours(pair, args, digests=False)
     side.runner(variant)(prompt, args.max_new_tokens)
+    peak, how = peak_rss_mb(), "resident set, loading included"
     if args.device.type == "cuda":
-        return {"type": "memory", "variant": name, "peak_mb": torch.cuda.max_memory_allocated(args.device) / 1e6,
-                "how": "allocated on the GPU, loading included"}
-    return {"type": "memory", "variant": name, "peak_mb": peak_rss_mb(), "how": "resident set, loading included"}
+        peak, how = torch.cuda.max_memory_allocated(args.device) / 1e6, "allocated on the GPU, loading included"
+    return {"type": "memory", "peak_mb": peak, "how": how} | variant.row()
 
 
 def in_fresh_process(name: str, args: argparse.Namespace, prompt: Sequence[int]) -> dict[str, Any]:
     """`measure` in a new interpreter, which shares nothing with this one."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, name, args, list(prompt)).result()
+
+
+def run(args: argparse.Namespace, pair: Pair, prompt: Sequence[int]) -> int:
+    """benchmark.py --memory: a row per variant, and a line of each on stdout."""
+    header = results.header(args, pair, variants=list(args.variants), max_new_tokens=args.max_new_tokens)
+    with results.Writer(args.output, header) as writer:
+        for name in tqdm(args.variants, desc="variants", disable=None):
+            row = in_fresh_process(name, args, prompt)
+            writer.write(row)
+            tqdm.write(f"{row['label']:30} {row['peak_mb']:8,.0f} MB  ({row['how']})", file=sys.stdout)
+    return 0

@@ -22,6 +22,7 @@ from findings import (
     per_prompt,
     same,
     speed,
+    variant_label,
 )
 
 NOT_AVAILABLE = "n/a"
@@ -165,10 +166,9 @@ def average(rows: Sequence[Row], field: str) -> float | None:
 
 def memory(found: Findings) -> str:
     """Peak memory by variant."""
-    peaks = {row["variant"]: row for row in found.rows("benchmark", "memory")}
-    lines = [[found.label(name), number(peaks[name]["peak_mb"], ",.0f"), str(peaks[name].get("how", ""))]
-             for name in in_order(peaks)]
-    return captioned(table(["variant", "peak, MB", "measured as"], lines), found.caption("benchmark"))
+    rows = {row["variant"]: row for row in found.rows("memory", "memory")}
+    lines = [[variant_label(rows[name]), number(rows[name]["peak_mb"], ",.0f"), str(rows[name]["how"])] for name in in_order(rows)]
+    return captioned(table(["variant", "peak, MB", "measured as"], lines), found.caption("memory"))
 
 
 def verify(found: Findings) -> str:

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from findings import ORDER
+from findings import ABLATIONS, ORDER
 
 Row = dict[str, Any]
 CATEGORIES = {"chat": 0.75, "code": 1.3, "edit": 1.55, "math": 1.05, "passage": 1.2, "qa": 0.8, "summarise": 1.1,
@@ -58,12 +58,10 @@ def run_row(variant: str, category: str, number: int, repeat: int, dice: random.
 
 
 def benchmark_rows(seed: int = 1, variants: tuple[str, ...] = ORDER, prompts: int = 4, repeats: int = 1) -> list[Row]:
-    """Runs, memory and summary."""
+    """Runs and summary."""
     dice = random.Random(seed)
     rows = [run_row(variant, category, number, repeat, dice) for number in range(1, prompts + 1) for category in CATEGORIES
             for repeat in range(repeats) for variant in variants]
-    rows += [{"type": "memory", "variant": name, "how": "resident set, loading included",
-              "peak_mb": 3400 + 600 * ("assist" in name) + 380 * name.startswith(("dynamic", "k"))} for name in variants]
     value = {"mean": 4.56, "low": 4.1, "high": 5.02}
     rows.append({"type": "summary", "ratio_vs_hf_greedy": value, "ratio_vs_hf_assisted": value, "ratio_vs_plain": value,
                  "categories": {"code": {"ratio_vs_plain": value}}, "differences": 0})
@@ -183,9 +181,16 @@ def trace_rows(texts: list[str] | None = None) -> list[Row]:
                     "tokens_per_second": 17.3, "acceptance_rate": 0.81, "tokens_per_round": 3.4}]
 
 
+def memory_rows() -> list[Row]:
+    return [{"type": "memory", "variant": name, "label": name, "family": family, "how": "resident set, loading included",
+             "peak_mb": peak} for name, family, peak in (("plain", "plain", 3400), ("hf-assisted", "hf", 4800))]
+
+
 def write_all(folder: Path, **options: Any) -> Path:
     """Every file that visualize.py knows."""
     write(folder / "benchmark.jsonl", benchmark_rows(**options))
+    write(folder / "memory.jsonl", memory_rows())
+    write(folder / "benchmark-ablations.jsonl", benchmark_rows(variants=("plain", "dynamic", *ABLATIONS)))
     write(folder / "card.jsonl", card_rows())
     write(folder / "shapes.jsonl", shapes_rows())
     write(folder / "policies.jsonl", policy_rows())
