@@ -163,7 +163,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
         code = fail("the reader of the output went away")
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         if sys.flags.dev_mode:
             raise
         code = fail(one_line(error))

@@ -421,7 +421,7 @@ static void int_strips(const void *argument, int unit, int worker) {   /* unit: 
         switch (MIN(job->tile, job->rows - first) * 2 + (job->layer->kind == INT4)) {
 #define CASE(R) case 2 * R: if (R <= INT_ROWS) int_rows(job, INT8, R, first, begin, end); break; \
                 case 2 * R + 1: if (R <= INT_ROWS) int_rows(job, INT4, R, first, begin, end); break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
 #undef CASE
         }
 }
@@ -439,8 +439,8 @@ int linear(const Linear *layer, const float *x, float *out, int rows, int prolog
     LinearJob job = {.layer = layer, .x = x, .norm = norm, .residual = residual, .out = out, .rows = rows,
                      .prologue = prologue, .eps = eps, .tile = even_tile(rows, is_int ? INT_ROWS : TILE_ROWS)};
     job.tiles = (rows + job.tile - 1) / job.tile;
+    pthread_mutex_lock(&pool.caller);   /* before the number of threads is read */
     size_t groups = is_int ? k / layer->group : 0, sums = (size_t)pool.threads * UNIT * rows * 32 * 4;
-    pthread_mutex_lock(&pool.caller);
     char *memory = workspace(is_int ? rows * (2 * groups * 4 + (size_t)k) : sums + (size_t)rows * k * 4);
     if (memory && is_int) {
         job.x_scales = (float *)memory, job.x_sums = job.x_scales + rows * groups;

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import results
 from assemble import DTYPE_NAMES, load_decoder, shapes_file, store_widths
 from models import Pair
-from shapes import CANDIDATES, FIXED_WIDTH, Widths, measure_seconds
+from shapes import CANDIDATES, FIXED_WIDTH, Widths, measure_seconds, monotonic
 from transformer import Decoder
 
 CONTEXT = 40  # slots before the first position, filled at random: a prefill would take as long as the widest pass
@@ -110,10 +110,7 @@ def proven_widths(shapes: Sequence[Shape], agreeing: Sequence[Shape], native: bo
         usable = [shape for shape in shapes if shape.agrees(shape)] or shapes
         fixed = min(usable, key=lambda shape: abs(shape.width - FIXED_WIDTH))
         return Widths({fixed.width: fixed.seconds}, any_width=False)
-    seconds, slowest = {}, 0.0
-    for shape in agreeing:
-        slowest = max(slowest, shape.seconds)  # as in shapes.measure_seconds: wider is never taken to be cheaper
-        seconds[shape.width] = slowest
+    seconds = monotonic({shape.width: shape.seconds for shape in agreeing})
     return Widths(seconds, any_width=native and len(agreeing) == len(shapes))
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ CANDIDATES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24)
 
 class Steppable(Protocol):
     """What is needed of a decoder to measure it."""
+
+    cache: Any  # with `crop(length)`
 
     def reserve(self, slots: int) -> None: ...
     def prefill(self, token_ids: Tensor) -> Tensor: ...
@@ -82,7 +84,7 @@ def measure_seconds(decoder: Steppable, widths: Sequence[int], context: int = 64
                     budget: float = 10.0) -> dict[int, float]:
     """Seconds of an undisturbed pass by width: the fastest of `rounds`, of at least 3 where `budget` seconds are over before.
 
-    Made monotonic: a wider pass is never taken to be cheaper than a narrower one.
+    Made monotonic, see `monotonic`.
     """
     decoder.reserve(context + max(widths))
     ids = torch.arange(context) % 50 + 5
@@ -96,5 +98,15 @@ def measure_seconds(decoder: Steppable, widths: Sequence[int], context: int = 64
             start = time.perf_counter()
             decoder.forward(ids[:width])[-1, 0].item()  # waits for the device
             fastest[width] = min(fastest[width], time.perf_counter() - start)
-            decoder.cache.crop(context)  # type: ignore[attr-defined]
-    return dict(zip(fastest, itertools.accumulate(fastest.values(), max), strict=True))
+            decoder.cache.crop(context)
+    return monotonic(fastest)
+
+
+def monotonic(seconds: Mapping[int, float]) -> dict[int, float]:
+    """No width dearer than a wider one, which could stand in for it; ascending.
+
+    What disturbs a pass only makes it longer, so a wider one that was faster shows that the narrower one was disturbed.
+    """
+    widest_first = sorted(seconds, reverse=True)
+    lowest = itertools.accumulate((seconds[width] for width in widest_first), min)
+    return dict(reversed(list(zip(widest_first, lowest, strict=True))))

@@ -141,6 +141,7 @@ class TestRun:
             ),
             (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), 1, "x: No such file"),
             (torch.OutOfMemoryError("CUDA out of memory"), 1, "the GPU's memory is full"),
+            (MemoryError("no memory left for a pass"), 1, "error: no memory left for a pass"),
             (KeyboardInterrupt(), 130, "error: interrupted"),
         ],
     )

@@ -59,10 +59,10 @@ def test_timing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(Clocked.passes_of(60.0, monkeypatch)) == 3 * 3
 
 
-def test_wider_is_never_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: padding added to a pass because a wider one once happened to be faster."""
-    odd = Clocked({1: 1.0, 2: 0.9, 4: 1.2, 8: 1.1}.__getitem__, monkeypatch)
-    assert measure_seconds(odd, (8, 4, 2, 1)) == pytest.approx({1: 1.0, 2: 1.0, 4: 1.2, 8: 1.2})
+def test_a_disturbed_width_does_not_make_wider_ones_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: one slow width 4 that made 6 and 8 rows cost as much: a card at 73% of the bandwidth, and drafts cut short."""
+    odd = Clocked({1: 1.0, 2: 0.9, 4: 1.6, 8: 1.1}.__getitem__, monkeypatch)
+    assert measure_seconds(odd, (8, 4, 2, 1)) == pytest.approx({1: 0.9, 2: 0.9, 4: 1.1, 8: 1.1})
 
 
 def test_other_kernels_are_timed_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_the_largest_class_decides() -> None:
     found = [shape(1, "xx", 1.0), shape(2, "ab", 1.5), shape(3, "abc", 1.4), shape(4, "ABcd", 2.0)]
     agreeing = largest_class(found)
     assert [each.width for each in agreeing] == [2, 3]
-    assert proven_widths(found, agreeing, native=False) == Widths({2: 1.5, 3: 1.5}, any_width=False)
+    assert proven_widths(found, agreeing, native=False) == Widths({2: 1.4, 3: 1.4}, any_width=False)
     assert [each.num_equal(found[3]) for each in found] == [0, 0, 1, 4]
 
 
