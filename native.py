@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import mmap
 import os
 import platform
@@ -29,6 +30,7 @@ from quantize import QuantizedWeight
 SOURCE = Path(__file__).with_name("kernels.c")
 KINDS = {torch.bfloat16: 0, torch.float32: 1, 8: 2, 4: 3}  # by dtype, or by bits; the enum of kernels.c
 PLAIN, RMS_NORM, SWIGLU = range(3)
+ROWS_AT_ONCE = 4096  # packed at a time
 
 
 class NativeUnavailable(RuntimeError):
@@ -137,15 +139,19 @@ def set_threads(threads: int) -> None:
 
 
 def pack_float(weight: Tensor) -> Tensor:
-    """(n, k) bf16 or fp32 -> strips of 32 channels, as kernels.c reads them."""
+    """(n, k) bf16 or fp32 -> strips of 32 channels, as kernels.c reads them; in parts, as the working memory is a multiple."""
     n, k = weight.shape
-    if n % 32:
-        weight = torch.cat([weight, weight.new_zeros(32 - n % 32, k)])
-    if weight.dtype == torch.bfloat16:  # (strips, 2, 16, k) -> (strips, k, 16, 2): pairs j, j + 16 in one 32-bit lane
-        halves = weight.view(torch.int16).view(-1, 2, 16, k).to(torch.int32)
-        pairs = (halves[:, 0] & 0xFFFF) | (halves[:, 1] << 16)  # (strips, 16, k)
-        return pairs.transpose(1, 2).contiguous()
-    return weight.view(-1, 32, k).transpose(1, 2).contiguous()
+    wide = weight.dtype == torch.float32
+    packed = empty_on_huge_pages((-(-n // 32), k, 32) if wide else (-(-n // 32), k, 16), weight.dtype if wide else torch.int32)
+    for rows, strips in zip(weight.split(ROWS_AT_ONCE), packed.split(ROWS_AT_ONCE // 32), strict=True):
+        if len(rows) % 32:
+            rows = torch.cat([rows, rows.new_zeros(32 - len(rows) % 32, k)])
+        if wide:
+            strips.copy_(rows.view(-1, 32, k).transpose(1, 2))
+            continue
+        halves = rows.contiguous().view(torch.int16).view(-1, 2, 16, k).to(torch.int32)  # pairs j, j + 16 share a 32-bit lane
+        strips.copy_(((halves[:, 0] & 0xFFFF) | (halves[:, 1] << 16)).transpose(1, 2))
+    return packed
 
 
 def pack_quantized(weight: QuantizedWeight) -> Tensor:
@@ -166,16 +172,15 @@ def pack_quantized(weight: QuantizedWeight) -> Tensor:
     return lines.permute(0, 2, 3, 1).contiguous()
 
 
-def on_huge_pages(tensor: Tensor) -> Tensor:
-    """The same tensor in memory for which 2 MiB pages were asked (8% of a pass here); itself where that is not possible."""
-    page = 1 << 21
-    if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.nbytes < page:
-        return tensor
-    memory = mmap.mmap(-1, tensor.nbytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor in memory for which 2 MiB pages are asked (8% of a pass here) where that is possible."""
+    page, size = 1 << 21, math.prod(shape) * dtype.itemsize
+    if not hasattr(mmap, "MADV_HUGEPAGE") or size < page:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    aligned = whole[-whole.data_ptr() % page:][:tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    return aligned.copy_(tensor)
+    return whole[-whole.data_ptr() % page:][:size].view(dtype).view(shape)
 
 
 class NativeLinear:
@@ -188,9 +193,9 @@ class NativeLinear:
         self.out_features, self.in_features = weight.shape
         if isinstance(weight, QuantizedWeight):
             kind, group, packed = KINDS[weight.bits], weight.group, pack_quantized(weight)
+            packed = empty_on_huge_pages(tuple(packed.shape), packed.dtype).copy_(packed)
         else:
             kind, group, packed = KINDS[weight.dtype], 0, pack_float(weight)
-        packed = on_huge_pages(packed)
         bias = bias.float().contiguous() if bias is not None else None
         self.tensors = [packed] if bias is None else [packed, bias]
         self.struct = _Linear(kind, self.out_features, self.in_features, group, *(t.data_ptr() for t in self.tensors))
