@@ -25,6 +25,7 @@ from transformer import Decoder, DecoderConfig
 
 DRAFTERS = ("both", "model", "lookup", "self", "none")
 TIMED_WIDTHS = (1, 2, 4, 6, 8, 12, 16)
+BUSY = 0.7  # a pass that takes less of its time on file shows that it was measured on a busy machine
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -98,17 +99,23 @@ def load_decoder(checkpoint: Checkpoint, weights: str, device: torch.device | st
                    backend=backend)
 
 
+def load_draft(pair: Pair, drafter: str, weights: str, args: argparse.Namespace) -> Decoder:
+    """The decoder that drafts. Raises ValueError where there is no model for it."""
+    source = pair.target if drafter == "self" else pair.draft
+    if source is None:
+        raise ValueError(f"the drafter '{drafter}' needs a draft model; give --draft, or draft by lookup or self")
+    if weights == "bf16" and args.dtype == torch.float16:
+        weights = "fp16"
+    return load_decoder(source, weights, args.device, getattr(args, "backend", "auto"))
+
+
 def assemble(pair: Pair, args: argparse.Namespace, policy: Policy | None = None) -> Assembled:
     """Load what the flags ask for."""
     target_weights = args.target_weights or DTYPE_NAMES[args.dtype]
     target = load_decoder(pair.target, target_weights, args.device, args.backend)
     draft = None
     if args.drafter in ("both", "model", "self"):
-        source = pair.target if args.drafter == "self" else pair.draft
-        if source is None:
-            raise ValueError(f"--drafter {args.drafter} needs a draft model; give --draft, or use --drafter lookup or self")
-        draft_weights = args.draft_weights if args.dtype != torch.float16 or args.draft_weights != "bf16" else "fp16"
-        draft = load_decoder(source, draft_weights, args.device, args.backend)
+        draft = load_draft(pair, args.drafter, args.draft_weights, args)
     widths = usable_widths(target, pair.target.digest)
     engine = SpeculativeDecoder(target, make_drafter(args.drafter, draft), vocab_size=shared_vocabulary(pair, target, draft),
                                 widths=widths, policy=policy)
@@ -155,11 +162,16 @@ def shapes_file(target: Decoder, digest: str) -> Path:
 
 
 def usable_widths(target: Decoder, digest: str) -> Widths:
-    """The widths on file; else, with native kernels, all of them with seconds measured now (up to 10 s), else a fixed one."""
+    """The widths on file; else, with native kernels, all of them with seconds measured now (up to 10 s), else a fixed one.
+
+    Native seconds on file are replaced when a pass now is much faster: the machine was busy then, so they do not compare.
+    """
     file = shapes_file(target, digest)
     try:
         stored = json.loads(file.read_text())
-        return Widths({int(width): seconds for width, seconds in stored["seconds"].items()}, stored["any_width"])
+        widths = Widths({int(width): seconds for width, seconds in stored["seconds"].items()}, stored["any_width"])
+        if target.backend != "native" or not measured_busy(target, widths):
+            return widths
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     if target.backend != "native":
@@ -167,6 +179,12 @@ def usable_widths(target: Decoder, digest: str) -> Widths:
     widths = Widths(measure_seconds(target, TIMED_WIDTHS))
     store_widths(file, widths)
     return widths
+
+
+def measured_busy(target: Decoder, widths: Widths) -> bool:
+    """Whether the narrowest pass is now much faster than when it was measured."""
+    narrowest = min(widths.seconds)
+    return measure_seconds(target, (narrowest,), context=narrowest, rounds=2)[narrowest] < BUSY * widths.seconds[narrowest]
 
 
 def store_widths(file: Path, widths: Widths) -> None:

@@ -73,7 +73,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument("--quick", action="store_true", help="4 prompts x 48 tokens, four variants: minutes on two cores")
     size.add_argument("--full", action="store_true", help="every variant and every prompt")
     size.add_argument("--ablations", action="store_true", help="8 prompts, dynamic K with a piece taken away or exchanged")
-    parser.add_argument("--limit", type=cli.positive_int, metavar="N", help="prompts (default: 24, or all of --prompts)")
+    parser.add_argument("--limit", type=cli.positive_int, metavar="N",
+                        help=f"prompts (default: 24, or all of --prompts; {SUBSET} with --ablations and --policies)")
     parser.add_argument("--max-new-tokens", type=cli.positive_int, metavar="N", help="tokens per prompt (default: 96)")
     parser.add_argument("--variants", type=variant_names, metavar="A,B,...", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--repeats", type=cli.positive_int, default=1, metavar="N", help="runs per prompt (default: 1)")
@@ -104,6 +105,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         args.variants = (*names, "rejection") if sampled else names
     elif "rejection" in args.variants and not sampled:
         raise ValueError("the variant rejection samples; give a --temperature above 0 with it, or leave it out")
+    if args.ablations and sampled:
+        raise ValueError("--ablations compares greedy decoding; leave --temperature out")
     args.max_new_tokens = args.max_new_tokens or (48 if args.quick else 96)
     if args.limit is None and not args.full:
         own = args.prompts != cli.DEFAULT_PROMPTS

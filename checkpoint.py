@@ -63,7 +63,6 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self.files = weight_files(name, folder)
         self.headers = {file: self._header(file) for file in self.files}
         self.place = {key: file for file, header in self.headers.items() for key in header}
-        self._handles: dict[Path, Any] = {}
 
     def _header(self, file: Path) -> dict[str, dict[str, Any]]:
         """Tensor name -> dtype, shape and offsets; raises if the file is not exactly as long as it must be."""
@@ -80,9 +79,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         file = self.place[key]
         try:
-            if file not in self._handles:
-                self._handles[file] = safe_open(file, "pt")
-            return self._handles[file].get_tensor(key)
+            with safe_open(file, "pt") as opened:  # anew each time: the tensor's pages leave memory with it
+                return opened.get_tensor(key)
         except SafetensorError as error:
             raise damaged(self.name, file, error) from error
 

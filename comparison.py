@@ -92,13 +92,11 @@ def with_drafters(assembled: Assembled, pair: Pair, args: argparse.Namespace) ->
     if len(args.drafters) == 1:
         return {drafter_name(*args.drafters[0]): assembled}
     found = {}
+    loaded = {(args.drafters[0][0] == "self", args.drafters[0][1]): assembled.draft}
     for kind, weights in args.drafters:
-        source = pair.target if kind == "self" else pair.draft
-        draft = assembled.draft if (kind, weights) == args.drafters[0] else None
-        if draft is None and kind != "lookup":
-            if source is None:
-                raise ValueError(f"the drafter {kind} needs a draft model; give --draft, or use lookup or self")
-            draft = assemble.load_decoder(source, weights, args.device, args.backend)
+        draft, key = None, (kind == "self", weights)
+        if kind != "lookup":
+            draft = loaded[key] = loaded.get(key) or assemble.load_draft(pair, kind, weights, args)
         engine = SpeculativeDecoder(assembled.target, assemble.make_drafter(kind, draft), widths=assembled.engine.widths,
                                     vocab_size=assemble.shared_vocabulary(pair, assembled.target, draft))
         if engine.vocab_size != assembled.engine.vocab_size:

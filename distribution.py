@@ -70,7 +70,8 @@ class SteadyK(DynamicK):
     def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
         return super().goes_on(chances, DRAFT_SECONDS if next_chance is None else 0.0, next_chance)
 
-    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float) -> None:
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float,
+                pass_seconds: float | None = None) -> None:
         seconds = DRAFT_SECONDS * len(confidences) + self.widths.cost(drafted + 1)
         super().observe(drafted, confidences, num_accepted, emitted, seconds)
 

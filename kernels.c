@@ -34,7 +34,8 @@ typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
 
 #if defined(__AVX512F__)
 enum { TILE_ROWS = 12, INT_ROWS = 5, INT_STRIPS = 2 };   /* 32 registers of 16 floats */
-#define STRIPS_OF(rows) ((rows) <= 2 ? 4 : (rows) <= 4 ? 2 : 1)   /* that a tile of so many rows takes at once; INT_STRIPS at least of an integer layer */
+/* Strips that a tile of so many rows takes at once; of an integer layer at least INT_STRIPS. */
+#define STRIPS_OF(rows) ((rows) <= 2 ? 4 : (rows) <= 4 ? 2 : 1)
 #else
 enum { TILE_ROWS = 3, INT_ROWS = 2, INT_STRIPS = 1 };    /* a vector takes two to four registers */
 #define STRIPS_OF(rows) 1
@@ -281,6 +282,8 @@ INLINE void float_tile(const LinearJob *job, int kind, const int R, const int S,
         sums[(s * job->rows + r) * 2 + c] = sum[r][2 * s + c];
 }
 
+_Static_assert(STRIPS_OF((TILE_ROWS + 2) / 2) == 1, "where there are several tiles, of any height, they take a strip at a time");
+
 INLINE void float_piece(const LinearJob *job, int kind, int tile, int strip, int strips, int begin, const char *next,
                         f32x16 *sums) {
     switch (MIN(job->tile, job->rows - tile * job->tile)) {
@@ -464,13 +467,13 @@ typedef struct {
     int32_t layers, heads, kv_heads, head_dim, kv_kind, capacity, start, rows;
     float eps;
     const float *cos, *sin;            /* (positions, head_dim / 2) */
+    char *keys, *values;               /* (layers, kv_heads, capacity, head_dim) */
 } Shape;
 
 typedef struct {
     const Linear *qkv, *out, *gate_up, *down;
     const float *input_norm, *mlp_norm;
     const float *q_norm, *k_norm;      /* (head_dim,) or NULL: Qwen3 */
-    void *keys, *values;               /* (kv_heads, capacity, head_dim) */
 } Layer;
 
 typedef struct {
@@ -479,6 +482,7 @@ typedef struct {
     float *qkv;                        /* (rows, (heads + 2 kv_heads) * head_dim), rotated in place */
     const int64_t *positions;          /* (rows,) */
     const uint8_t *visible;            /* (rows, rows): may row i see row j of the pass; NULL: a chain */
+    void *keys, *values;               /* of the layer: (kv_heads, capacity, head_dim) */
     float *out;                        /* (rows, heads * head_dim) */
     char *memory;
     size_t memory_per_worker;
@@ -506,7 +510,7 @@ static void rotate_row(const void *argument, int row, int worker) {   /* norm an
         for (int i = 0; is_query && i < dim; i++) x[i] *= factor;
         if (is_query) continue;
         int64_t at = ((int64_t)(kv % shape->kv_heads) * shape->capacity + slot) * dim;
-        void *to = is_value ? job->layer->values : job->layer->keys;
+        void *to = is_value ? job->values : job->keys;
         for (int i = 0; i < dim; i++) {
             if (shape->kv_kind == BF16) ((uint16_t *)to)[at + i] = to_bf16(x[i]); else ((float *)to)[at + i] = x[i];
         }
@@ -583,7 +587,7 @@ INLINE void attend_tile(const AttentionJob *job, int kind, int unit, int worker)
     }
     for (int slot = 0; slot < padded; slot += SLOTS) {
         for (int s = 0; s < SLOTS; s++) for (int i = 0; i < dim; i += 16) {
-            f32x16 key = slot + s < slots ? load_kv(kind, job->layer->keys, base + (int64_t)(slot + s) * dim + i) : (f32x16){0};
+            f32x16 key = slot + s < slots ? load_kv(kind, job->keys, base + (int64_t)(slot + s) * dim + i) : (f32x16){0};
             for (int lane = 0; lane < 16; lane++) block[(i + lane) * SLOTS + s] = key[lane];
         }
         for (int i = 0; i < count;) {
@@ -602,7 +606,7 @@ INLINE void attend_tile(const AttentionJob *job, int kind, int unit, int worker)
         for (int i = 0; i < count;) {
             const float *weights = scores + (int64_t)i * padded;
             int one = dim - d < 32;
-#define MIX(R, C) mix_rows(kind, R, C, weights, padded, job->layer->values, base + d, dim, slots, to + i, scale + i)
+#define MIX(R, C) mix_rows(kind, R, C, weights, padded, job->values, base + d, dim, slots, to + i, scale + i)
             if (count - i >= 6) { if (one) MIX(6, 1); else MIX(6, 2); i += 6; }
             else { if (one) MIX(1, 1); else MIX(1, 2); i += 1; }
 #undef MIX
@@ -616,9 +620,11 @@ static void attend(const void *argument, int unit, int worker) {
 }
 
 /* Rotate, append to the cache and attend; returns 0, or -1 without memory. */
-static int attention(const Shape *shape, const Layer *layer, float *qkv, const int64_t *positions, const uint8_t *visible,
-                     float *out) {
-    AttentionJob job = {.shape = shape, .layer = layer, .qkv = qkv, .positions = positions, .visible = visible, .out = out};
+static int attention(const Shape *shape, const Layer *layer, int index, float *qkv, const int64_t *positions,
+                     const uint8_t *visible, float *out) {
+    int64_t offset = (int64_t)index * shape->kv_heads * shape->capacity * shape->head_dim * (shape->kv_kind == BF16 ? 2 : 4);
+    AttentionJob job = {.shape = shape, .layer = layer, .qkv = qkv, .positions = positions, .visible = visible, .out = out,
+                        .keys = shape->keys + offset, .values = shape->values + offset};
     int queries = shape->rows * (shape->heads / shape->kv_heads), padded = shape->start + shape->rows + SLOTS;
     job.query_tiles = (queries + QUERY_TILE - 1) / QUERY_TILE;
     job.memory_per_worker = ((size_t)SLOTS * shape->head_dim + (size_t)MIN(queries, QUERY_TILE) * padded) * 4 / 64 * 64 + 64;
@@ -636,10 +642,11 @@ static int attention(const Shape *shape, const Layer *layer, float *qkv, const i
  * head_dim + n of gate_up). head_dim is a multiple of 16. Returns 0, or -1 without memory. */
 int decode(const Shape *shape, const Layer *layers, float *x, const int64_t *positions, const uint8_t *visible, float *scratch) {
     int rows = shape->rows, failed = 0;
-    for (const Layer *layer = layers; layer < layers + shape->layers && !failed; layer++) {
+    for (int index = 0; index < shape->layers && !failed; index++) {
+        const Layer *layer = layers + index;
         float *qkv = scratch, *mixed = qkv + (int64_t)rows * layer->qkv->n, *gate_up = mixed + (int64_t)rows * layer->out->k;
         failed |= linear(layer->qkv, x, qkv, rows, RMS_NORM, layer->input_norm, shape->eps, NULL);
-        failed |= attention(shape, layer, qkv, positions, visible, mixed);
+        failed |= attention(shape, layer, index, qkv, positions, visible, mixed);
         failed |= linear(layer->out, mixed, x, rows, PLAIN, NULL, 0, x);
         failed |= linear(layer->gate_up, x, gate_up, rows, RMS_NORM, layer->mlp_norm, shape->eps, NULL);
         failed |= linear(layer->down, gate_up, x, rows, SWIGLU, NULL, 0, x);

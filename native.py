@@ -45,12 +45,12 @@ class _Linear(ctypes.Structure):
 class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in
                 ("layers", "heads", "kv_heads", "head_dim", "kv_kind", "capacity", "start", "rows")]
-    _fields_ += [("eps", ctypes.c_float), ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
+    _fields_ += [("eps", ctypes.c_float)] + [(name, ctypes.c_void_p) for name in ("cos", "sin", "keys", "values")]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [(name, ctypes.POINTER(_Linear)) for name in ("qkv", "out", "gate_up", "down")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm", "keys", "values")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")]
 
 
 def compiler_flags() -> list[str]:
@@ -256,9 +256,7 @@ class NativeLayers:
         assert x.is_contiguous() and x.dtype == torch.float32 and int(positions.max()) < cos.shape[0]
         shape.kv_kind, shape.capacity, shape.start, shape.rows = KINDS[keys.dtype], keys.shape[2], start, rows
         shape.cos, shape.sin = cos.data_ptr(), sin.data_ptr()
-        for index, struct in enumerate(self._layers):
-            struct.keys = keys.data_ptr() + index * keys.stride(0) * keys.element_size()
-            struct.values = values.data_ptr() + index * values.stride(0) * values.element_size()
+        shape.keys, shape.values = keys.data_ptr(), values.data_ptr()
         scratch = torch.empty(rows, self._scratch)
         failed = self._decode(ctypes.byref(shape), self._layers, x.data_ptr(), positions.data_ptr(),
                               None if visible is None else visible.data_ptr(), scratch.data_ptr())

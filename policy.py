@@ -3,10 +3,11 @@
 A round that drafts k tokens emits 1 + sum of reach_i tokens on average, where reach_i is the chance that draft tokens
 1..i are all accepted. In the long run the tokens per second are highest when a round goes on exactly while the next
 token's expected gain exceeds what the same time earns elsewhere: reach * acceptance > rate * seconds (the renewal-reward
-rule). `rate` is the call's own running rate; acceptance is calibrated online, from the draft's confidence to the observed
-share, and starts anew in each call. Where drafting does not pay, one token is drafted now and then to see whether that has
-changed: after a wait twice as long as before if the last such token was wrong, half as long if it was right, and never
-where even a certain token would cost more than it brings.
+rule). `rate` is the call's own running rate, and what a pass costs is what the call's passes have taken: the seconds on file
+say only how passes of different widths compare, for they may have been measured on a busier machine. Acceptance is
+calibrated online, from the draft's confidence to the observed share, and starts anew in each call. Where drafting does not
+pay, one token is drafted now and then to see whether that has changed: after a wait twice as long as before if the last such
+token was wrong, half as long if it was right, and never where even a certain token would cost more than it brings.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from shapes import Widths
 BINS = 8  # of draft confidence
 PRIOR_WEIGHT = 6.0  # observations that the prior counts for
 PRIOR_ACCEPTANCE = 0.7
+PRIOR_ROUNDS = 3.0  # that the prior counts for in the rate
+FADE = 0.97  # what a round counts for in the rate, against the one after it
 PROBE_AFTER, PROBE_AFTER_AT_MOST = 8, 32  # rounds without a draft before a probe: at first, and after some in vain
 
 
@@ -34,7 +37,7 @@ class Policy(Protocol):
     def lookup_pays(self, chance: float, num_tokens: int) -> bool: ...
     def sibling_pays(self, chance: float, rows: int) -> bool: ...
     def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int,
-                seconds: float) -> None: ...
+                seconds: float, pass_seconds: float | None = None) -> None: ...
 
 
 @dataclass
@@ -79,14 +82,25 @@ class DynamicK:
         self.calibration = Calibration()
         self.skipped, self.patience = 0, PROBE_AFTER
         self.step = self.first_guess or self.widths.cost(1) / 8  # seconds of a draft step
-        rows = min(5, self.widths.largest)
-        tokens = sum(PRIOR_ACCEPTANCE**i for i in range(rows))
-        self.tokens, self.seconds = 3 * tokens, 3 * ((rows - 1) * self.step + self.widths.cost(rows))
+        self.prior = PRIOR_ROUNDS
+        self.tokens = self.seconds = self.pass_seconds = self.expected_seconds = 0.0
+
+    @property
+    def pace(self) -> float:
+        """Seconds that this call's passes took / those on file."""
+        return self.pass_seconds / self.expected_seconds if self.expected_seconds else 1.0
+
+    def cost(self, rows: int) -> float:
+        """Seconds of a target pass, here and now."""
+        return self.pace * self.widths.cost(rows)
 
     @property
     def rate(self) -> float:
-        """Tokens per second of this call's rounds, the prior counting for three of them."""
-        return self.tokens / self.seconds
+        """Tokens per second of this call's rounds, and of some that the prior makes up: drafting four tokens or none."""
+        made_up = [(sum(PRIOR_ACCEPTANCE**i for i in range(rows)), (rows - 1) * self.step + self.cost(rows))
+                   for rows in (1, min(5, self.widths.largest))]
+        tokens, seconds = max(made_up, key=lambda made: made[0] / made[1])
+        return (self.prior * tokens + self.tokens) / (self.prior * seconds + self.seconds)
 
     def limit(self) -> int:
         return self.max_tokens
@@ -102,7 +116,7 @@ class DynamicK:
         """
         self.step = draft_seconds or self.step
         rows = len(chances) + 1
-        price = self.rate * (draft_seconds + self.widths.cost(rows + 1) - self.widths.cost(rows))  # tokens
+        price = self.rate * (draft_seconds + self.cost(rows + 1) - self.cost(rows))  # tokens
         if not chances and self.skipped >= self.patience:
             return price < 1  # a probe, unless not even a certain token would pay
         expected = self.calibration.average if next_chance is None else next_chance
@@ -114,7 +128,7 @@ class DynamicK:
         for drafted in range(1, min(num_tokens, self.max_tokens) + 1):
             reach *= chance
             tokens += reach
-            if tokens > self.rate * self.widths.cost(drafted + 1):
+            if tokens > self.rate * self.cost(drafted + 1):
                 return True
         return False
 
@@ -124,17 +138,25 @@ class DynamicK:
         A hit replaces the next round's first draft token by one that is practically always accepted.
         """
         gain = (1 - self.calibration.average) + self.rate * self.step
-        return chance * gain > self.rate * (self.widths.cost(rows + 1) - self.widths.cost(rows)) + 0.005
+        return chance * gain > self.rate * (self.cost(rows + 1) - self.cost(rows)) + 0.005
 
-    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float) -> None:
-        """Learn from a round: `confidences` are the draft model's, by position; None for a token that it did not draw."""
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float,
+                pass_seconds: float | None = None) -> None:
+        """Learn from a round: `confidences` are the draft model's, by position; None for a token that it did not draw.
+
+        seconds: of the whole round; pass_seconds: of its target pass, siblings included.
+        """
         self.calibration.observe(confidences, num_accepted)
         if drafted and self.skipped < self.patience:
             self.patience = PROBE_AFTER
         elif drafted:  # a probe
             self.patience = max(1, self.patience // 2) if num_accepted else min(2 * self.patience, PROBE_AFTER_AT_MOST)
         self.skipped = 0 if drafted else self.skipped + 1
-        self.tokens, self.seconds = 0.97 * self.tokens + emitted, 0.97 * self.seconds + seconds
+        self.prior *= FADE
+        self.tokens, self.seconds = FADE * self.tokens + emitted, FADE * self.seconds + seconds
+        if pass_seconds is not None:
+            self.pass_seconds = FADE * self.pass_seconds + pass_seconds
+            self.expected_seconds = FADE * self.expected_seconds + self.widths.cost(drafted + 1)
 
 
 class FixedK(DynamicK):
@@ -178,8 +200,9 @@ class Heuristic(FixedK):
         super().begin()
         self.max_tokens = self.start
 
-    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float) -> None:
-        super().observe(drafted, confidences, num_accepted, emitted, seconds)
+    def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float,
+                pass_seconds: float | None = None) -> None:
+        super().observe(drafted, confidences, num_accepted, emitted, seconds, pass_seconds)
         if drafted:
             right = num_accepted == drafted
             self.max_tokens = min(self.max_tokens + 2, self.most) if right else max(1, self.max_tokens - 1)

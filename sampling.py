@@ -141,7 +141,7 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
 
 
 def generator_of(seed: int) -> torch.Generator:
-    """Return the generator of a seed's draws. PyTorch's takes 32 bits, so all 64 are mixed into them. On the CPU"""
+    """Return the generator of a seed's draws. PyTorch's takes 32 bits, so all 64 are mixed into them."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
 
 

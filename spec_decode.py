@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from acceptance import emit, suggest
 from drafters import Chooser, Drafter, Model, Proposal, Suggestion
 from metrics import Round, Statistics
 from policy import DynamicK, FixedK, Policy
-from sampling import LogitsError, SamplingParams, residual
+from sampling import SamplingParams
 from shapes import Widths
 
 MAX_SIBLINGS = 8
@@ -171,7 +172,7 @@ class SpeculativeDecoder:
                 drafter.settle(proposal, this_round.num_accepted, tokens)
             this_round.seconds = time.perf_counter() - start
             policy.observe(len(proposal.tokens), proposal.drawn, this_round.num_accepted, len(this_round.tokens),
-                           this_round.seconds - (begun - start))
+                           this_round.seconds - (begun - start), this_round.verify_seconds)
 
     @staticmethod
     def _note_context(proposal: Proposal, drafter: Drafter, statistics: Statistics) -> None:
@@ -185,7 +186,7 @@ class SpeculativeDecoder:
         start = time.perf_counter()
         self.target.reserve(end + self.widths.largest + MAX_SIBLINGS + 32)
         logits = self.target.prefill(torch.tensor(tokens))
-        token = self._emit(logits[-1:], tokens, Proposal(), chooser)[0]
+        token = emit(logits[-1:], tokens, Proposal(), chooser)[0]
         result = Round([token], ["prefill"], width=len(tokens), digests=_digests(logits[-1:], config))
         if config.details:
             result.details = [_detail(token, logits[-1], chooser, None)]
@@ -200,7 +201,7 @@ class SpeculativeDecoder:
         drafted = proposal.tokens
         done = self._target_pass(tokens, proposal, policy if config.siblings and drafted else None)
         chain = done.logits[:len(drafted) + 1]  # (K+1, V)
-        emitted = self._emit(chain, tokens, proposal, chooser)
+        emitted = emit(chain, tokens, proposal, chooser)
         num_accepted = len(emitted) - 1
         last = "plain" if not drafted else "bonus" if num_accepted == len(drafted) else "corrected"
         result = Round(emitted, ["accepted"] * num_accepted + [last], proposal.source, list(drafted), num_accepted,
@@ -214,7 +215,7 @@ class SpeculativeDecoder:
         tokens.extend(emitted)
         if hits:
             result.sibling_hit = True
-            suggestion = self._suggest(done.logits[len(drafted) + 1 + hits[0]], tokens, chooser)
+            suggestion = suggest(done.logits[len(drafted) + 1 + hits[0]], tokens, chooser)
         self.target.cache.crop(len(tokens) - 1)
         return result, suggestion
 
@@ -253,51 +254,6 @@ class SpeculativeDecoder:
             chosen.append((depth, token))
             rows += 1
         return chosen
-
-    def _emit(self, logits: Tensor, tokens: Sequence[int], proposal: Proposal, chooser: Chooser) -> list[int]:
-        """The accepted draft tokens and one token of the target's own, from the logits of the chain (K+1, V)."""
-        if chooser.rejection:
-            return self._reject(logits, tokens, proposal, chooser)
-        return self._choose(logits, tokens, proposal.tokens, chooser)
-
-    def _choose(self, logits: Tensor, tokens: Sequence[int], drafted: Sequence[int], chooser: Chooser) -> list[int]:
-        """Coupled acceptance: the target's own choices (K+1, V) -> as long as the draft made the same, and one more."""
-        if chooser.plain:
-            peaks, choices = logits[:, :self.vocab_size].max(dim=-1)
-            own = choices.tolist()
-            num_accepted = next((i for i, token in enumerate(drafted) if own[i] != token), len(drafted))
-            if not bool(peaks[:num_accepted + 1].isfinite().all()):  # what follows a wrong token is nobody's business
-                raise LogitsError("the logits hold NaN or infinity, so no token can be chosen: run the model in bf16 or "
-                                  "fp32 (float16 overflows), or check its weights")
-            return own[:num_accepted + 1]
-        emitted: list[int] = []
-        for row in range(len(drafted) + 1):
-            emitted.append(int(chooser.scores(logits[row], [*tokens, *emitted]).argmax()))
-            if row == len(drafted) or emitted[-1] != drafted[row]:
-                break
-        return emitted
-
-    def _reject(self, logits: Tensor, tokens: Sequence[int], proposal: Proposal, chooser: Chooser) -> list[int]:
-        """Rejection sampling (Leviathan et al. 2023, Alg. 1): accept with chance min(1, target / draft), else recover."""
-        emitted: list[int] = []
-        for row, token in enumerate(proposal.tokens):
-            target_probs = chooser.probabilities(logits[row], [*tokens, *emitted])  # (V,)
-            draft_probs = proposal.draft_probs[row]
-            if draft_probs is None:  # looked up: all the mass is on the token
-                draft_probs = torch.zeros_like(target_probs)
-                draft_probs[token] = 1.0
-            uniform = float(torch.rand((), generator=chooser.generator, dtype=torch.float64))
-            if uniform * float(draft_probs[token]) >= float(target_probs[token]):
-                return [*emitted, chooser.draw(residual(target_probs, draft_probs))]
-            emitted.append(token)
-        return [*emitted, chooser.draw(chooser.probabilities(logits[len(emitted)], [*tokens, *emitted]))]
-
-    def _suggest(self, logits: Tensor, tokens: Sequence[int], chooser: Chooser) -> Suggestion:
-        """The target's prediction on a sibling that was hit, as a proposal with the distribution it was drawn from."""
-        if chooser.rejection:
-            probs = chooser.probabilities(logits, tokens)
-            return Suggestion(chooser.draw(probs), probs)
-        return Suggestion(int(chooser.scores(logits, tokens).argmax()))
 
     @staticmethod
     def _finish(this_round: Round, config: GenerationConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from findings import (
@@ -26,7 +26,7 @@ from findings import (
 )
 
 NOT_AVAILABLE = "n/a"
-AGAINST = ("× HF greedy", "× HF assisted", "× plain")  # as BASELINES
+AGAINST = dict(zip(BASELINES, ("× HF greedy", "× HF assisted", "× plain"), strict=True))
 
 
 def number(value: Any, form: str = ".2f", scale: float = 1.0) -> str:
@@ -53,23 +53,24 @@ def captioned(text: str, caption: str) -> str:
     return f"{text}\n\n<sub>{caption}</sub>"
 
 
-def speed_table(found: Findings, variants: Sequence[str]) -> str:
-    """All figures of some variants."""
-    head = ["variant", "n", "tokens/s [95%]", "decode tokens/s", *AGAINST, "first token, s", "acceptance", "tokens/round",
-            "same output"]
-    return captioned(table(head, [speed_line(found, name) for name in variants]), found.caption(found.benchmark))
+def speed_table(found: Findings, variants: Sequence[str], against: Mapping[str, str] = AGAINST) -> str:
+    """All figures of some variants. against: baseline -> head of the column with the ratios to it."""
+    head = ["variant", "n", "tokens/s [95%]", "decode tokens/s", *against.values(), "first token, s", "acceptance",
+            "tokens/round", "same output"]
+    lines = [speed_line(found, name, against) for name in variants]
+    return captioned(table(head, lines), found.caption(found.benchmark))
 
 
-def speed_line(found: Findings, variant: str) -> list[str]:
+def speed_line(found: Findings, variant: str, against: Iterable[str]) -> list[str]:
     """One variant; where it was not run, all is n/a."""
     rows = found.runs.get(variant, [])
-    ratios = [found.ratio(variant, name) if name != variant else None for name in BASELINES]
+    ratios = {name: found.ratio(variant, name) if name != variant else None for name in against}
     judged = sum(row.get("same_ids") is not None for row in rows)
     alike = same(rows, "same_ids")
     return [found.label(variant), str(len({row["prompt_id"] for row in rows})), interval(speed(rows), ".1f"),
             number(mean(rows, "decode_tokens_per_second"), ".1f"),
             *("1 (baseline)" if name == variant and rows else interval(value)
-              for name, value in zip(BASELINES, ratios, strict=True)),
+              for name, value in ratios.items()),
             number(mean(rows, "first_token_seconds")), number(mean(rows, "acceptance_rate")),
             number(mean(rows, "tokens_per_round")), NOT_AVAILABLE if alike is None else f"{alike} of {judged}"]
 
@@ -88,7 +89,7 @@ def ksweep(found: Findings) -> str:
 def ablations(found: Findings) -> str:
     """Dynamic K and what happens without each of its pieces."""
     found = found.ablated
-    return speed_table(found, ["plain", "dynamic", *require(found, ABLATIONS)])
+    return speed_table(found, ["plain", "dynamic", *require(found, ABLATIONS)], {"plain": "× plain", "dynamic": "× dynamic K"})
 
 
 def require(found: Findings, variants: Sequence[str]) -> list[str]:
@@ -110,7 +111,7 @@ def categories(found: Findings) -> str:
         lines.append([name, str(len({row["prompt_id"] for row in rows})), interval(speed(rows), ".1f"),
                       *(interval(found.ratio("dynamic", base, category=name)) for base in BASELINES),
                       number(mean(rows, "acceptance_rate")), number(mean(rows, "tokens_per_round"))])
-    head = ["category", "n", "tokens/s [95%]", *AGAINST, "acceptance", "tokens/round"]
+    head = ["category", "n", "tokens/s [95%]", *AGAINST.values(), "acceptance", "tokens/round"]
     return captioned(table(head, lines), found.caption("benchmark"))
 
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from assemble import DTYPE_NAMES, load_decoder, make_drafter, sampling_from, shared_vocabulary, usable_widths
+from assemble import DTYPE_NAMES, load_decoder, load_draft, make_drafter, sampling_from, shared_vocabulary, usable_widths
 from metrics import Statistics
 from models import Pair
 from policy import FixedK
@@ -118,10 +118,7 @@ class Ours:
         if weights == "bf16":
             weights = DTYPE_NAMES[self.args.dtype]
         if (source, weights) not in self._drafts:
-            checkpoint = self.pair.target if source == "self" else self.pair.draft
-            if checkpoint is None:
-                raise ValueError("this variant needs a draft model; give --draft, or leave the variant out of --variants")
-            self._drafts[source, weights] = load_decoder(checkpoint, weights, self.args.device)
+            self._drafts[source, weights] = load_draft(self.pair, drafter, weights, self.args)
         return self._drafts[source, weights]
 
     def engine(self, variant: Variant) -> SpeculativeDecoder:

@@ -71,6 +71,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                       help="allow widths that are not proven and insist that differences are found")
     args = parser.parse_args(arguments)
     if args.drafters:
+        if (args.drafter, args.draft_weights) != (parser.get_default("drafter"), parser.get_default("draft_weights")):
+            parser.error("--drafters stands in place of --drafter and --draft-weights; give one of them")
         args.drafter, args.draft_weights = args.drafters[0]
     else:
         args.drafters = [(args.drafter, args.draft_weights)]
@@ -99,6 +101,8 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     if params.coupling == "rejection" and not params.greedy:
         raise ValueError("--coupling rejection keeps the distribution, not the samples, so there is nothing to compare to "
                          "the bit; use run_sampling.py --check, or --coupling gumbel")
+    if args.seeds and params.greedy:
+        raise ValueError("--seeds repeats the same greedy decoding; give a --temperature above 0 with it")
     if any(kind == "none" for kind, _ in args.drafters):
         raise ValueError("--drafter none never speculates, so there is nothing to verify; choose another drafter")
     return params

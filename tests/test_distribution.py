@@ -183,7 +183,7 @@ def drop_what_looks_wrong(monkeypatch: pytest.MonkeyPatch) -> Cell:
 
 def recover_from_the_target(monkeypatch: pytest.MonkeyPatch) -> Cell:
     """The recovered token drawn from the target's distribution instead of the residual."""
-    monkeypatch.setattr("spec_decode.residual", lambda target_probs, draft_probs: target_probs)
+    monkeypatch.setattr("acceptance.residual", lambda target_probs, draft_probs: target_probs)
     return HONEST
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from scripted import Script, ScriptedModel, as_bf16, engine, random_script, run
 
+import acceptance
 import spec_decode
 from drafters import Chooser, CombinedDrafter, LookupDrafter, ModelDrafter, Suggestion
 from sampling import SamplingParams, probabilities
@@ -93,19 +94,19 @@ def test_the_output_has_the_targets_distribution(name: str) -> None:
     assert name != "lookup" or totals["drafted"] > 200
 
 
-def flat_suggestion(self: SpeculativeDecoder, logits: torch.Tensor, tokens: Sequence[int], chooser: Chooser) -> Suggestion:
+def flat_suggestion(logits: torch.Tensor, tokens: Sequence[int], chooser: Chooser) -> Suggestion:
     return Suggestion(int(logits.argmax()), torch.full((VOCAB,), 1 / VOCAB))
 
 
 def test_the_control_rejects_a_suggestion_recorded_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the suggestion is the likeliest token, but recorded as if drawn evenly."""
-    monkeypatch.setattr(SpeculativeDecoder, "_suggest", flat_suggestion)
+    monkeypatch.setattr(spec_decode, "suggest", flat_suggestion)
     assert pvalue(transitions(with_model, PLAIN, 1)[0], PLAIN) < 1e-6
 
 
 def test_the_control_rejects_a_recovered_token_drawn_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the commonest mistake, a correction that is not drawn from the residual."""
-    monkeypatch.setattr(spec_decode, "residual", lambda target_probs, draft_probs: target_probs)
+    monkeypatch.setattr(acceptance, "residual", lambda target_probs, draft_probs: target_probs)
     assert pvalue(transitions(with_model, PLAIN, 4)[0], PLAIN) < 1e-6
 
 

@@ -69,6 +69,7 @@ def test_other_kernels_are_timed_anew(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """Caught: the seconds of the kernels before a change, kept for ever."""
     monkeypatch.setattr(assemble, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(assemble, "measure_seconds", lambda target, widths: {1: next(seconds)})
+    monkeypatch.setattr(assemble, "measured_busy", lambda target, widths: False)
     seconds = iter((1.0, 2.0, 3.0))
     target, other = decoder("target", "fp32", "native"), decoder("target", "fp32", "torch")
     assert [assemble.usable_widths(target, "d") for _ in range(2)] == [Widths({1: 1.0})] * 2
@@ -80,6 +81,21 @@ def test_other_kernels_are_timed_anew(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(native, "compiler_flags", lambda: ["-O1"])
     assert assemble.usable_widths(target, "d") == Widths({1: 3.0})
     assert assemble.shapes_file(other, "d") == plain, "PyTorch's operators are the same"
+
+
+def test_seconds_of_a_busy_machine_are_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Caught: a first start beside another program, whose seconds decided ever after how much is drafted."""
+    monkeypatch.setattr(assemble, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(assemble, "measure_seconds", lambda target, widths, **quick: dict.fromkeys(widths, now))
+    target = decoder("target", "fp32", "native")
+    now = 7.0
+    assert assemble.usable_widths(target, "d").seconds[8] == 7.0
+    now = 6.0
+    assert assemble.usable_widths(target, "d").seconds[8] == 7.0, "as it varies"
+    now = 1.0
+    assert assemble.usable_widths(target, "d").seconds[8] == 1.0
+    now = 7.0
+    assert assemble.usable_widths(target, "d").seconds[8] == 1.0, "a busy moment does not replace a quiet one"
 
 
 # ---- which widths agree ----

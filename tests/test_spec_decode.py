@@ -23,6 +23,7 @@ from scripted import (
     run,
 )
 
+import acceptance
 from drafters import CombinedDrafter, LookupDrafter, ModelDrafter
 from policy import FixedK
 from sampling import SamplingParams
@@ -106,9 +107,8 @@ def test_passes_have_proven_widths_only() -> None:
 
 def test_the_control_sees_a_loop_that_accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the comparison above fails for an engine that takes the draft's word for one token."""
-    decoder = engine(ScriptedModel(TARGET), ScriptedModel(DRAFT), 8)
-    choose = decoder._choose
-    monkeypatch.setattr(decoder, "_choose", lambda logits, tokens, drafted, chooser: (
+    decoder, choose = engine(ScriptedModel(TARGET), ScriptedModel(DRAFT), 8), acceptance.choose
+    monkeypatch.setattr(acceptance, "choose", lambda logits, tokens, drafted, chooser: (
         [drafted[0]] if drafted else choose(logits, tokens, drafted, chooser)))
     generation = decoder.generate(PROMPT, GenerationConfig(40, 3))
     assert generation.run() != base(40)

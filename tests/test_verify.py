@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import acceptance
 import assemble
 import cli
 import results
@@ -20,7 +21,6 @@ from models import load_pair
 from proven_widths import SLOW_CANDIDATES
 from sampling import SamplingParams
 from shapes import CANDIDATES
-from spec_decode import SpeculativeDecoder
 from transformer import Decoder
 
 BACKENDS = ("native", "torch")
@@ -138,15 +138,24 @@ class TestExactness:
         assert (code, found["comparisons"], found["differences"]) == (0, 2, 0)
 
 
+    def test_settings_that_contradict_each_other(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Three seeds of greedy decoding compared the same output thrice; --drafter beside --drafters was ignored."""
+        with pytest.raises(ValueError, match="--seeds repeats the same greedy decoding"):
+            verify.sampling_of(verify.parse_args(["--seeds", "1,2"]))
+        with pytest.raises(SystemExit):
+            verify.parse_args(["--drafters", "lookup", "--drafter", "model"])
+        assert "--drafters stands in place of --drafter" in capsys.readouterr().err
+
+
 class TestTheCheckCanFail:
     def test_an_accept_rule_that_takes_a_wrong_token(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A check that passes whatever the engine does."""
-        honest = SpeculativeDecoder._choose
+        honest = acceptance.choose
 
-        def broken(self, logits, tokens, drafted, chooser):
-            return [*drafted, 5][:1 + len(drafted)] if len(drafted) > 1 else honest(self, logits, tokens, drafted, chooser)
+        def broken(logits, tokens, drafted, chooser):
+            return [*drafted, 5][:1 + len(drafted)] if len(drafted) > 1 else honest(logits, tokens, drafted, chooser)
 
-        monkeypatch.setattr(SpeculativeDecoder, "_choose", broken)
+        monkeypatch.setattr(acceptance, "choose", broken)
         code, found = run(tmp_path, "-K", "3", "--no-cross-checks")
         assert (code, found["differences"]) == (1, 2)
         assert found["difference_details"][0]["difference"]["kind"] == "token ids"
