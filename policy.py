@@ -1,10 +1,11 @@
-"""How long to draft: while one more token is worth its time.
+"""How long to draft: while more tokens are worth their time.
 
 A round that drafts k tokens emits 1 + sum of reach_i tokens on average, where reach_i is the chance that draft tokens
-1..i are all accepted. In the long run the tokens per second are highest when a round goes on exactly while the next
-token's expected gain exceeds what the same time earns elsewhere: reach * acceptance > rate * seconds (the renewal-reward
-rule). `rate` is the call's own running rate, and what a pass costs is what the call's passes have taken: the seconds on file
-say only how passes of different widths compare, for they may have been measured on a busier machine. Acceptance is
+1..i are all accepted. In the long run the tokens per second are highest when a round goes on exactly while some number of
+further tokens promises more than the same time earns elsewhere: sum of reach > rate * seconds (the renewal-reward rule). It
+looks further than one token because the seconds are no straight line: a row may cost nothing, and one more open a tile of the
+kernels that holds several. `rate` is the call's own running rate, and what a pass costs is what the call's passes have taken:
+the seconds on file say only how widths compare, for they may have been measured on a busier machine. Acceptance is
 calibrated online, from the draft's confidence to the observed share, and starts anew in each call. Where drafting does not
 pay, one token is drafted now and then to see whether that has changed: after a wait twice as long as before if the last such
 token was wrong, half as long if it was right, and never where even a certain token would cost more than it brings.
@@ -112,15 +113,20 @@ class DynamicK:
     def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
         """Whether to draft one more token, given the chances of those drafted and the seconds of a draft step.
 
-        next_chance: that of the next token where it is known beforehand; else the average is expected.
+        next_chance: that of each further token where it is known beforehand; else the average is expected.
         """
         self.step = draft_seconds or self.step
-        rows = len(chances) + 1
-        price = self.rate * (draft_seconds + self.cost(rows + 1) - self.cost(rows))  # tokens
-        if not chances and self.skipped >= self.patience:
-            return price < 1  # a probe, unless not even a certain token would pay
+        rows, rate = len(chances) + 1, self.rate
+        if not chances and self.skipped >= self.patience:  # a probe, unless not even a certain token would pay
+            return rate * (draft_seconds + self.cost(2) - self.cost(1)) < 1
+        reach, gain = math.prod(chances), 0.0
         expected = self.calibration.average if next_chance is None else next_chance
-        return math.prod(chances) * expected > price
+        for more in range(1, self.max_tokens - len(chances) + 1):
+            reach *= expected
+            gain += reach
+            if gain > rate * (more * draft_seconds + self.cost(rows + more) - self.cost(rows)):
+                return True
+        return False
 
     def lookup_pays(self, chance: float, num_tokens: int) -> bool:
         """Whether looked-up tokens, each accepted with this chance, promise more tokens per second than the rate so far."""

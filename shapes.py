@@ -8,6 +8,8 @@ in a pass of one width, which would make even a fixed width inexact.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import math
 import time
@@ -70,14 +72,19 @@ class Widths:
         """Seconds of the pass that `fit` chooses."""
         if not self.any_width:
             return self.seconds[self.fit(rows)]
-        known = sorted(self.seconds)
-        if rows <= known[0]:
+        known = self._ascending
+        above = bisect.bisect_left(known, rows)
+        if above == 0:
             return self.seconds[known[0]]
-        for low, high in itertools.pairwise(known):
-            if rows <= high:
-                share = (rows - low) / (high - low)
-                return self.seconds[low] * (1 - share) + self.seconds[high] * share
-        return self.seconds[known[-1]] * rows / known[-1]
+        if above == len(known):
+            return self.seconds[known[-1]] * rows / known[-1]
+        low, high = known[above - 1], known[above]
+        share = (rows - low) / (high - low)
+        return self.seconds[low] * (1 - share) + self.seconds[high] * share
+
+    @functools.cached_property
+    def _ascending(self) -> list[int]:
+        return sorted(self.seconds)
 
 
 def measure_seconds(decoder: Steppable, widths: Sequence[int], context: int = 64, rounds: int = 7,

@@ -23,7 +23,9 @@ ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON strings th
 
 
 def write(trace: Path, page: Path) -> Path:
-    """Make the page of a trace file. Raises ValueError for a file that is no trace."""
+    """Make the page of a trace file. Raises ValueError where there is no such file, and for one that is no trace."""
+    if not trace.is_file():
+        raise ValueError(f"{trace} is not a file; make a trace with: {COMMANDS['trace']}")
     text = build(*results.read(trace), name=trace.name)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text, "utf-8", newline="\n")

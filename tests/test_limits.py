@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,11 @@ from scripted import CHANCE, DRAFT, PROMPT, TARGET, ScriptedModel, base, blend, 
 
 from assemble import shared_vocabulary
 from drafters import ModelDrafter
+from metrics import Statistics
 from policy import DynamicK, FixedK, Heuristic
 from sampling import LogitsError, SamplingParams
 from shapes import Widths
-from spec_decode import GenerationConfig
+from spec_decode import GenerationConfig, SpeculativeDecoder
 
 # ---- where a call ends ----
 
@@ -183,13 +185,18 @@ def test_a_policy_whose_limit_grows_stays_within_the_widths() -> None:
 # ---- the engine and its callers ----
 
 
-def test_one_engine_answers_like_a_fresh_one() -> None:
+def test_one_engine_answers_like_a_fresh_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trial 9. Caught: caches, noise, index or statistics of the prompt before shining through."""
+    def run_by_a_clock(decoder: SpeculativeDecoder, prompt: list[int]) -> Statistics:
+        clock = count(1)  # seconds decide between lookup and model: here all alike
+        monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+        return run(decoder, prompt, 30, 3)
+
     for kind, proposer in proposers():
         decoder = engine(ScriptedModel(TARGET), proposer, 8)
         for prompt in (PROMPT, [5], PROMPT):
-            statistics = run(decoder, prompt, 30, 3)
-            fresh = run(engine(ScriptedModel(TARGET), dict(proposers())[kind], 8), prompt, 30, 3)
+            statistics = run_by_a_clock(decoder, prompt)
+            fresh = run_by_a_clock(engine(ScriptedModel(TARGET), dict(proposers())[kind], 8), prompt)
             assert statistics.tokens == fresh.tokens
             assert [entry.draft_tokens for entry in statistics.rounds] == [entry.draft_tokens for entry in fresh.rounds]
 

@@ -43,6 +43,16 @@ def test_dynamic_k_is_within_a_few_percent_of_the_best_fixed_k(acceptance: float
     assert min(rates.values()) < 0.8 * max(rates.values()), "the control: K matters in this world"
 
 
+def test_dynamic_k_looks_across_a_step_in_the_cost_of_a_pass() -> None:
+    """Caught: a seventh row dearer than any one token, although it opens a tile in which five more cost nothing."""
+    tiles = Widths({1: 0.10, 6: 0.10, 7: 0.14, 12: 0.14})
+    for confidence, accepted, fewest, most in ((0.99, 5, 11, 11), (0.5, 2, 1, 5)):
+        policy = DynamicK(tiles)
+        for _ in range(30):
+            policy.observe(5, [confidence] * 5, accepted, accepted + 1, 0.125, 0.10)
+        assert fewest <= draft(policy, confidence, 0.005) <= most
+
+
 def test_dynamic_k_stops_drafting_where_it_does_not_pay() -> None:
     """Caught: at least one token drafted in every round, although a draft step costs as much as a target pass."""
     assert simulate(DynamicK(FLAT), 0.3, 0.09)[1] < 0.3

@@ -74,6 +74,12 @@ class TestPage:
         with pytest.raises(ValueError, match=r"no rounds.*run_spec\.py --trace"):
             trace_page.build(HEADER, rows)
 
+    def test_missing_file_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
+        """Caught: 'No such file or directory', which does not say where a trace comes from."""
+        for path in (tmp_path, tmp_path / "none.jsonl"):
+            with pytest.raises(ValueError, match=r"is not a file; make a trace with: python run_spec\.py --trace"):
+                trace_page.write(path, tmp_path / "page.html")
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
