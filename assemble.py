@@ -14,7 +14,7 @@ import torch
 
 import native
 from cache import cache_folder
-from cli import DTYPES, non_negative_int, positive_int
+from cli import DTYPES, non_negative_int
 from drafters import CombinedDrafter, Drafter, LookupDrafter, ModelDrafter
 from models import Checkpoint, Pair
 from policy import Policy
@@ -197,6 +197,3 @@ def store_widths(file: Path, widths: Widths) -> None:
     except OSError:
         return
 
-
-__all__ = ["Assembled", "add_engine_arguments", "add_generation_arguments", "add_sampling_arguments", "assemble",
-           "generation_config", "load_decoder", "positive_int", "sampling_from", "usable_widths"]

@@ -27,12 +27,14 @@ COMMANDS = {  # what makes a file, or its rows of one type
     "shapes": "python verify.py --shapes", "verify": "python verify.py",
     "verify-sampling": "python verify.py --temperature 0.8 --seeds 0,1,2 --drafters model:int4,model:bf16,lookup -K 1,4,7",
     "verify-negative-control": "python verify.py --negative-control", "sampling": "python run_sampling.py",
+    "verify-fp32": "python verify.py --dtype fp32 --limit 4 -K 5 --max-new-tokens 48 --output results/verify-fp32.jsonl",
     "sampling-check": "python run_sampling.py --check", "sampling-two-sample": "python run_sampling.py --two-sample",
     "trace": "python run_spec.py --trace results/trace.jsonl",
 }
 HEADLINE = ("hf-greedy", "hf-assisted", "hf-assisted-k4", "hf-lookup", "plain", "dynamic")
 FIXED_K = ("k2", "k4", "k7", "k11")
-ABLATIONS = ("dynamic-no-siblings", "dynamic-model", "dynamic-lookup", "dynamic-bf16", "dynamic-int8", "dynamic-self")
+ABLATIONS = ("dynamic-no-siblings", "dynamic-model", "dynamic-lookup", "dynamic-bf16", "dynamic-int8", "dynamic-self",
+             "k4-bf16", "stop-bf16", "stop-int4")
 ORDER = (*HEADLINE[:5], *FIXED_K, "dynamic", *ABLATIONS)
 BASELINES = ("hf-greedy", "hf-assisted", "plain")
 FIGURES = ("decode_tokens_per_second", "first_token_seconds", "acceptance_rate", "tokens_per_round")

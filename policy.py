@@ -185,7 +185,7 @@ class ConfidenceStop(FixedK):
     """Hugging Face's stopping rule: draft until the draft's confidence falls below a threshold (there 0.4, up to 20)."""
 
     def __init__(self, widths: Widths, threshold: float = 0.4, num_tokens: int = 20) -> None:
-        super().__init__(num_tokens, widths)
+        super().__init__(min(num_tokens, widths.most_rows - 1), widths)
         self.threshold = threshold
 
     def chance(self, confidence: float) -> float:

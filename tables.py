@@ -65,14 +65,19 @@ def speed_line(found: Findings, variant: str, against: Iterable[str]) -> list[st
     """One variant; where it was not run, all is n/a."""
     rows = found.runs.get(variant, [])
     ratios = {name: found.ratio(variant, name) if name != variant else None for name in against}
-    judged = sum(row.get("same_ids") is not None for row in rows)
-    alike = same(rows, "same_ids")
     return [found.label(variant), str(len({row["prompt_id"] for row in rows})), interval(speed(rows), ".1f"),
             number(mean(rows, "decode_tokens_per_second"), ".1f"),
             *("1 (baseline)" if name == variant and rows else interval(value)
               for name, value in ratios.items()),
             number(mean(rows, "first_token_seconds")), number(mean(rows, "acceptance_rate")),
-            number(mean(rows, "tokens_per_round")), NOT_AVAILABLE if alike is None else f"{alike} of {judged}"]
+            number(mean(rows, "tokens_per_round")), same_output(rows)]
+
+
+def same_output(rows: Sequence[Row]) -> str:
+    """How many runs gave the reference's output: to the bit where bits were compared, else the same ids."""
+    field = "same_bits" if any(row.get("same_bits") is not None for row in rows) else "same_ids"
+    alike = same(rows, field)
+    return NOT_AVAILABLE if alike is None else f"{alike} of {sum(row.get(field) is not None for row in rows)}"
 
 
 def headline(found: Findings) -> str:
@@ -210,11 +215,9 @@ def sampling_speed(found: Findings) -> str:
     found = found.sampled
     lines = []
     for name, rows in found.runs.items():
-        judged, alike = sum(row.get("same_ids") is not None for row in rows), same(rows, "same_ids")
         lines.append([found.label(name), str(len({row["prompt_id"] for row in rows})), interval(speed(rows), ".1f"),
                       *("1 (baseline)" if name == base else interval(found.ratio(name, base)) for base in ("hf-greedy", "plain")),
-                      number(mean(rows, "acceptance_rate")), number(mean(rows, "tokens_per_round")),
-                      NOT_AVAILABLE if alike is None else f"{alike} of {judged}"])
+                      number(mean(rows, "acceptance_rate")), number(mean(rows, "tokens_per_round")), same_output(rows)])
     head = ["variant", "n", "tokens/s [95%]", "× HF sampling", "× plain sampling", "acceptance", "tokens/round",
             "same as plain sampling"]
     return captioned(table(head, lines), found.caption("benchmark-sampling"))

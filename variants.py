@@ -20,7 +20,7 @@ from torch import Tensor
 from assemble import DTYPE_NAMES, load_decoder, load_draft, make_drafter, sampling_from, shared_vocabulary, usable_widths
 from metrics import Statistics
 from models import Pair
-from policy import FixedK
+from policy import ConfidenceStop, FixedK
 from sampling import SamplingParams
 from spec_decode import GenerationConfig, SpeculativeDecoder
 from transformer import Decoder
@@ -33,7 +33,7 @@ class Variant:
     name: str
     label: str
     family: str  # 'plain', 'ours' or 'hf'
-    k: int | str | None  # draft tokens per round; 'dynamic' (ours) or 'auto' (Hugging Face's own rule)
+    k: int | str | None  # draft tokens per round; ours: 'dynamic' or 'stop' (at a confidence below 0.4); Hugging Face: 'auto'
     drafter: str = "both"  # 'both', 'model', 'lookup', 'self' or 'none'
     draft_weights: str | None = "int4"
     siblings: bool | None = True
@@ -70,6 +70,9 @@ VARIANTS = {variant.name: variant for variant in (
     _ours("dynamic-bf16", "dynamic K, bf16 draft", draft_weights="bf16"),
     _ours("dynamic-int8", "dynamic K, int8 draft", draft_weights="int8"),
     _ours("dynamic-self", "dynamic K, the target's int4 copy drafts", drafter="self"),
+    _ours("k4-bf16", "K = 4, bf16 draft alone", 4, drafter="model", draft_weights="bf16", siblings=False),
+    _ours("stop-bf16", "confidence stop, bf16 draft alone", "stop", drafter="model", draft_weights="bf16", siblings=False),
+    _ours("stop-int4", "confidence stop, int4 draft alone", "stop", drafter="model", siblings=False),
     _ours("rejection", "dynamic K, rejection sampling"),
 )}
 
@@ -125,8 +128,9 @@ class Ours:
         """A decoder as the variant says, around the shared target."""
         draft = self.draft(variant.drafter, variant.draft_weights) if variant.draft_weights else None
         drafter = make_drafter(variant.drafter, draft)
+        policy = ConfidenceStop(self.widths) if variant.k == "stop" else None
         return SpeculativeDecoder(self.target, drafter, vocab_size=shared_vocabulary(self.pair, self.target, draft),
-                                  widths=self.widths)
+                                  widths=self.widths, policy=policy)
 
     def runner(self, variant: Variant) -> Runner:
         """Load what the variant needs and return what runs it. Raises ValueError for a K that no width holds."""
@@ -137,7 +141,7 @@ class Ours:
 
         def run(prompt: Sequence[int], max_new_tokens: int) -> Outcome:
             config = GenerationConfig(
-                max_new_tokens, None if variant.k == "dynamic" else variant.k,  # type: ignore[arg-type]
+                max_new_tokens, variant.k if isinstance(variant.k, int) else None,
                 sampling, bool(variant.siblings), self.pair.target.end_token_ids, digests=self.digests)
             return timed_generation(engine, prompt, config)
 

@@ -12,13 +12,16 @@ CATEGORIES = {"chat": 0.75, "code": 1.3, "edit": 1.55, "math": 1.05, "passage": 
               "translate": 0.7}  # how fast speculation is there, against the average
 SPEED = {"hf-greedy": 3.1, "hf-assisted": 4.2, "hf-assisted-k4": 4.0, "hf-lookup": 4.4, "plain": 6.5, "k2": 12.1,
          "k4": 15.2, "k7": 16.3, "k11": 14.9, "dynamic": 18.0, "dynamic-no-siblings": 16.4, "dynamic-model": 16.9,
-         "dynamic-lookup": 9.8, "dynamic-bf16": 11.2, "dynamic-int8": 15.8, "dynamic-self": 10.1}  # tokens per second
+         "dynamic-lookup": 9.8, "dynamic-bf16": 11.2, "dynamic-int8": 15.8, "dynamic-self": 10.1,
+         "k4-bf16": 9.5, "stop-bf16": 10.6, "stop-int4": 16.6}  # tokens per second
 LABELS = {"plain": "plain decoding", "dynamic": "dynamic K", "hf-greedy": "Hugging Face greedy",
           "hf-assisted": "Hugging Face assisted", "hf-assisted-k4": "Hugging Face assisted, K = 4",
           "hf-lookup": "Hugging Face prompt lookup", "dynamic-no-siblings": "dynamic K, no siblings",
           "dynamic-model": "dynamic K, draft model only", "dynamic-lookup": "dynamic K, prompt lookup only",
           "dynamic-bf16": "dynamic K, bf16 draft", "dynamic-int8": "dynamic K, int8 draft",
-          "dynamic-self": "dynamic K, the target's int4 copy drafts", **{f"k{k}": f"K = {k}" for k in (2, 4, 7, 11)}}
+          "dynamic-self": "dynamic K, the target's int4 copy drafts", "k4-bf16": "K = 4, bf16 draft alone",
+          "stop-bf16": "confidence stop, bf16 draft alone", "stop-int4": "confidence stop, int4 draft alone",
+          **{f"k{k}": f"K = {k}" for k in (2, 4, 7, 11)}}
 HEADER: Row = {
     "type": "header", "script": "benchmark.py", "command": "python benchmark.py", "commit": "0123456789ab", "dirty": False,
     "date": "2025-01-01T00:00:00Z", "device": "cpu", "cpu": "Imaginary(R) Xeon(R) Processor @ 2.20GHz", "cores": 2,
