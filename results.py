@@ -62,7 +62,8 @@ def header(args: argparse.Namespace, pair: Pair | None, **extra: Any) -> dict[st
     return {
         "type": "header", "script": Path(sys.argv[0]).name,
         "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": git("rev-parse", "--short=12", "HEAD") or "unknown", "dirty": bool(git("status", "--porcelain", "-uno")),
+        "commit": git("rev-parse", "--short=12", "HEAD") or "unknown",
+        "dirty": bool(git("status", "--porcelain", "-uno", "--", ".", ":!results", ":!*.md")),  # other code, not other texts
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
