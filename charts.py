@@ -204,19 +204,27 @@ def predicted_and_measured(found: Findings) -> Figure:
     if not points:
         axes.plot([], [], " ", label=f"measured: n/a ({make_with('benchmark')})")
     axes.axhline(1.0, color=RED, linewidth=1.1, linestyle="--", label="no gain: do not speculate")
-    axes.set(xlabel="acceptance rate (accepted / drafted)", ylabel="decode tokens per second,\nagainst our plain decoding")
+    axes.set(xlabel="acceptance (share right of the draft tokens that were judged)",
+             ylabel="decode tokens per second,\nagainst our plain decoding")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper left")
     return figure
 
 
 def measured_points(found: Findings, variant: str) -> list[tuple[float, float]]:
-    """(acceptance rate, decoding speed-up over plain) per prompt."""
+    """(acceptance, decoding speed-up over plain) per prompt.
+
+    As the card has it: the share right of the tokens that were judged; accepted / drafted counts those never looked at too.
+    """
     try:
         rows = found.runs.get(variant, [])
     except NoData:
         return []
-    rates = per_prompt(rows, "acceptance_rate")
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for row in rows:
+        for pair in row.get("acceptance_by_position") or []:
+            counts[str(row["prompt_id"])] = [have + more for have, more in zip(counts[str(row["prompt_id"])], pair, strict=True)]
+    rates = {prompt: accepted / judged for prompt, (accepted, judged) in sorted(counts.items()) if judged}
     ours, plain = (per_prompt(side, "decode_tokens_per_second") for side in (rows, found.runs.get("plain", [])))
     return [(rates[prompt], ours[prompt] / plain[prompt]) for prompt in rates if prompt in ours and plain.get(prompt)]
 

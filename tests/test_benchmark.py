@@ -328,8 +328,13 @@ class TestVariants:
         """A comparison of bits between two empty lists."""
         assert len(outcomes["plain"].digests) == 12
         ours = [outcome for name, outcome in outcomes.items() if VARIANTS[name].family == "ours"]
-        assert len(ours) == 11
+        assert len(ours) == 14
         assert all(outcome.digests == outcomes["plain"].digests for outcome in ours)
+
+    def test_the_stopping_rule_stops(self, outcomes: dict[str, Outcome]) -> None:
+        """A variant called 'confidence stop' that drafts as our own rule says: a draft without confidence is one token long."""
+        assert [position for name in ("stop-int4", "stop-bf16")
+                for position in outcomes[name].figures["acceptance_by_position"][1:]] == []
 
     def test_passes_of_both_sides(self, outcomes: dict[str, Outcome]) -> None:
         """Tokens per round that count the prefill, or a first pass whose tokens are lost."""

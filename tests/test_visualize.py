@@ -16,6 +16,7 @@ from matplotlib.text import Text
 import charts
 import documents
 import summary
+import tables
 import visualize
 from findings import Findings, NoData, ratio, speed
 
@@ -131,6 +132,15 @@ class TestCharts:
         assert found == ratio(ours[3:], plain)
         assert ratio(ours, []) is None
 
+    def test_predicted_and_measured_mean_the_same_by_acceptance(self, tmp_path: Path) -> None:
+        """Accepted / drafted, which counts tokens behind a rejection, on the axis of the chance of a token that is looked at."""
+        rows = benchmark_rows(variants=("plain", "dynamic"), prompts=1)
+        for row in rows:
+            if row.get("variant") == "dynamic":
+                row |= {"acceptance_rate": 0.5, "acceptance_by_position": [[8, 10], [6, 8], [6, 6]]}
+        write(tmp_path / "benchmark.jsonl", rows)
+        assert {acceptance for acceptance, _ in charts.measured_points(Findings(tmp_path), "dynamic")} == {20 / 24}
+
     def test_single_prompt_has_no_interval(self) -> None:
         """The bootstrap of one prompt gave an interval of width 0, which reads as certainty."""
         found = speed(benchmark_rows(variants=("plain",), prompts=1)[:1])
@@ -168,6 +178,11 @@ class TestDocuments:
         for name in ("ratio_vs_hf_greedy", "ratio_vs_hf_assisted", "ratio_vs_plain"):
             found = last[name]
             assert f"{found['mean']:.2f} [{found['low']:.2f}, {found['high']:.2f}]" in line
+
+    def test_same_output_means_the_bits_where_they_were_compared(self) -> None:
+        """'24 of 24, to the bit' beside runs whose logits differed."""
+        for bits, ids, said in ((None, True, "1 of 1"), (True, True, "1 of 1"), (False, True, "0 of 1"), (None, None, "n/a")):
+            assert tables.same_output([{"same_bits": bits, "same_ids": ids}]) == said
 
     def test_missing_baseline_is_not_available(self, tmp_path: Path) -> None:
         """A missing baseline gave 1.00."""
