@@ -67,7 +67,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, temperature: float) 
     group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: discourage repetition")
     group.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="of the sampling (default: 0)")
     group.add_argument("--coupling", choices=("gumbel", "rejection"), default="gumbel",
-                       help="gumbel: output identical to target-only sampling with the seed; rejection: same distribution")
+                       help="gumbel: output identical to target-only sampling with the seed; rejection: the same distribution, "
+                       "and the same output again only with -K and --drafter model, as the default asks the clock")
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
@@ -170,7 +171,7 @@ def usable_widths(target: Decoder, digest: str) -> Widths:
     try:
         stored = json.loads(file.read_text())
         widths = Widths({int(width): seconds for width, seconds in stored["seconds"].items()}, stored["any_width"])
-        if target.backend != "native" or not measured_busy(target, widths):
+        if target.backend != "native" or not widths.any_width or not measured_busy(target, widths):
             return widths
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass

@@ -105,8 +105,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         args.variants = (*names, "rejection") if sampled else names
     elif "rejection" in args.variants and not sampled:
         raise ValueError("the variant rejection samples; give a --temperature above 0 with it, or leave it out")
-    if args.ablations and sampled:
-        raise ValueError("--ablations compares greedy decoding; leave --temperature out")
+    if sampled and (args.ablations or args.card or args.policies):
+        raise ValueError("--ablations, --card and --policies are of greedy decoding; leave --temperature out")
     args.max_new_tokens = args.max_new_tokens or (48 if args.quick else 96)
     if args.limit is None and not args.full:
         own = args.prompts != cli.DEFAULT_PROMPTS

@@ -28,7 +28,7 @@ from findings import (
 )
 
 SHORT = {"hf-greedy": "Hugging Face greedy", "hf-assisted": "Hugging Face assisted", "plain": "our plain decoding"}
-SOURCES = ("benchmark", "card", "policies", "memory")  # files that charts are drawn from
+SOURCES = ("benchmark", "benchmark-ablations", "card", "policies", "memory")  # files that charts are drawn from
 PARTS: dict[str, tuple[str, Look]] = {  # of a round
     "draft": ("drafting", {"color": ORANGE, "hatch": "//"}), "verify": ("target pass (verify)", {"color": BLUE}),
     "rest": ("the rest", {"color": "#dddddd"}),
@@ -80,7 +80,7 @@ def ablations(found: Findings) -> Figure:
     present = [name for name in ABLATIONS if name in found.runs]
     if not present:
         raise NoData(f"no ablations were run; {make_with(found.benchmark)}")
-    return speed_chart(found, "Ablations: one piece taken away or exchanged", ["plain", "dynamic", *present], "plain")
+    return speed_chart(found, "Ablations: pieces taken away or exchanged", ["plain", "dynamic", *present], "plain")
 
 
 def speedup_by_category(found: Findings) -> Figure:
@@ -192,7 +192,8 @@ def predicted_and_measured(found: Findings) -> Figure:
     for row in found.rows("card", "prediction"):
         if row.get("speedup") is not None:
             best[row["acceptance"]] = max(best.get(row["acceptance"], 0.0), row["speedup"])
-    figure, axes = new("Predicted and measured speed-up over plain decoding", found.caption("card"))
+    measured = f"; measured: {found.caption('benchmark')}" if found.optional("benchmark", "run") else ""
+    figure, axes = new("Predicted and measured speed-up over plain decoding", f"predicted: {found.caption('card')}{measured}")
     axes.plot(*zip(*sorted(best.items()), strict=True), color=BLACK, linewidth=1.8, label="predicted by the card, best K")
     points = 0
     for name, look in MEASURED.items():

@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from cache import cache_folder
+
 if TYPE_CHECKING:  # importing it takes two seconds, which a start that decodes with our own forward need not spend
     from transformers import PreTrainedModel
 
@@ -50,9 +52,12 @@ def damaged(name: str, file: Path, error: Exception) -> ModelError:
 
 
 def get_again(folder: Path) -> str:
-    """The remedy for an incomplete folder: all of it must go, or the hub's cache would link the same file again."""
-    root = folder.parents[1] if folder.parent.name == "snapshots" else folder
-    return f"delete the folder {root} and get the model again"
+    """The remedy for an incomplete folder: of a cache all must go, or the hub's would link the same file again."""
+    if folder.parent.name == "snapshots":
+        return f"delete the folder {folder.parents[1]} and get the model again"
+    if folder.is_relative_to(cache_folder()):
+        return f"delete the folder {folder} and get the model again"
+    return f"check that {folder} is the folder of a model, and complete"
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):

@@ -56,7 +56,7 @@ def add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
                        help="cpu, cuda, cuda:N, mps, or auto: cuda if there is one, else cpu (default: auto)")  # fmt: skip
     group.add_argument("--dtype", type=dtype, default="bf16", metavar="DTYPE",
                        help="bf16, fp32 or fp16 (default: bf16)")  # fmt: skip
-    group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads (default: PyTorch's choice)")
+    group.add_argument("--threads", type=thread_count, metavar="N", help="CPU threads (default: PyTorch's choice)")
 
 
 def add_prompts_argument(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +94,14 @@ def positive_int(text: str) -> int:
     """Parse an integer of at least 1."""
     if (value := non_negative_int(text)) == 0:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def thread_count(text: str) -> int:
+    """Parse --threads; numbers far beyond the machine's end in a crash of PyTorch's."""
+    value, most = positive_int(text), max(64, os.cpu_count() or 1)
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{value} threads are not possible; choose 1 to {most}")
     return value
 
 

@@ -20,12 +20,14 @@ import summary
 
 Row = dict[str, Any]
 COMMANDS = {  # what makes a file, or its rows of one type
-    "benchmark": "python benchmark.py", "memory": "python benchmark.py --memory",
-    "card": "python benchmark.py --card", "policies": "python benchmark.py --policies", "baseline": "python run_baseline.py",
+    "benchmark": "python benchmark.py", "memory": "python benchmark.py --memory --max-new-tokens 16",
+    "card": "python benchmark.py --card", "policies": "python benchmark.py --policies --limit 24", "baseline": "python run_baseline.py",
     "benchmark-ablations": "python benchmark.py --ablations",
-    "benchmark-sampling": "python benchmark.py --temperature 0.8 --variants plain,hf-greedy,dynamic,rejection",
-    "shapes": "python verify.py --shapes", "verify": "python verify.py",
-    "verify-sampling": "python verify.py --temperature 0.8 --seeds 0,1,2 --drafters model:int4,model:bf16,lookup -K 1,4,7",
+    "benchmark-sampling": "python benchmark.py --temperature 0.8 --limit 8 --max-new-tokens 64 "
+                          "--variants plain,hf-greedy,dynamic,rejection",
+    "shapes": "python verify.py --shapes", "verify": "python verify.py --limit 24",
+    "verify-sampling": "python verify.py --temperature 0.8 --seeds 0,1,2 --drafters model:int4,model:bf16,lookup -K 1,4,7 "
+                       "--limit 12 --max-new-tokens 16 --no-cross-checks",
     "verify-negative-control": "python verify.py --negative-control", "sampling": "python run_sampling.py",
     "verify-fp32": "python verify.py --dtype fp32 --limit 4 -K 5 --max-new-tokens 48 --output results/verify-fp32.jsonl",
     "sampling-check": "python run_sampling.py --check", "sampling-two-sample": "python run_sampling.py --two-sample",

@@ -88,7 +88,7 @@ class DynamicK:
 
     @property
     def pace(self) -> float:
-        """Seconds that this call's passes took / those on file."""
+        """Seconds that this call's passes took, siblings and the choice of tokens included, / those on file for their drafts."""
         return self.pass_seconds / self.expected_seconds if self.expected_seconds else 1.0
 
     def cost(self, rows: int) -> float:
@@ -130,11 +130,11 @@ class DynamicK:
 
     def lookup_pays(self, chance: float, num_tokens: int) -> bool:
         """Whether looked-up tokens, each accepted with this chance, promise more tokens per second than the rate so far."""
-        tokens, reach = 1.0, 1.0
+        tokens, reach, rate = 1.0, 1.0, self.rate
         for drafted in range(1, min(num_tokens, self.max_tokens) + 1):
             reach *= chance
             tokens += reach
-            if tokens > self.rate * self.cost(drafted + 1):
+            if tokens > rate * self.cost(drafted + 1):
                 return True
         return False
 

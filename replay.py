@@ -173,6 +173,8 @@ def run(args: argparse.Namespace, pair: Pair, tasks: Sequence[Any]) -> int:
             output = plain(task.ids, args.max_new_tokens).tokens
             traces.append(recorder.record(task.id, task.ids, output))
             writer.write(traces[-1].row())
+        if not recorder.step_seconds:
+            raise ValueError("nothing was drafted; use a --max-new-tokens of 3 or more")
         step = statistics.median(recorder.step_seconds)
         writer.write({"type": "costs", "draft_seconds": step, "pass_seconds": dict(ours.widths.seconds)})
         rows = compare([trace for trace in traces if trace.positions], step, ours.widths)

@@ -118,8 +118,6 @@ class Ours:
     def draft(self, drafter: str, weights: str) -> Decoder:
         """The draft decoder of these weights, loaded once."""
         source = "self" if drafter == "self" else "draft"
-        if weights == "bf16":
-            weights = DTYPE_NAMES[self.args.dtype]
         if (source, weights) not in self._drafts:
             self._drafts[source, weights] = load_draft(self.pair, drafter, weights, self.args)
         return self._drafts[source, weights]

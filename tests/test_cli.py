@@ -44,7 +44,7 @@ class TestFlags:
             (["--device", "cuda:99"], "not among the"),
             (["--dtype", "int7"], "not one of bf16"),
             (["--threads", "0"], "at least 1"),
-            (["--threads", "-2"], "whole number"),
+            (["--threads", "-2"], "whole number"), (["--threads", "100000"], "choose 1 to"),
         ],
     )
     def test_bad_value_is_a_usage_error(self, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

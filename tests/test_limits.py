@@ -182,6 +182,20 @@ def test_a_policy_whose_limit_grows_stays_within_the_widths() -> None:
         assert max(entry.num_drafted for entry in run(perfect, PROMPT, 60, None).rounds) == 7 < policy.limit()
 
 
+def test_the_policy_is_told_what_a_round_and_its_pass_took() -> None:
+    """Caught: an engine that times nothing, so that seconds measured on a busy machine stay in force."""
+    told: list[tuple[float, float | None]] = []
+
+    class Noting(FixedK):
+        def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float,
+                    pass_seconds: float | None = None) -> None:
+            told.append((seconds, pass_seconds))
+
+    policy = Noting(3, Widths({1: 1.0, 64: 1.0}))
+    run(engine(ScriptedModel(TARGET), ScriptedModel(DRAFT), 8, policy=policy), PROMPT, 20, None)
+    assert told and all(part is not None and 0 < part <= whole for whole, part in told)
+
+
 # ---- the engine and its callers ----
 
 

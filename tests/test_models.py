@@ -183,7 +183,15 @@ class TestFolders:
         path.write_bytes(content)
         message = refusal(target=str(folders[1]), draft=str(folders[0]))
         assert str(folders[0]) in message
-        assert "get the model again" in message
+        assert "is the folder of a model, and complete" in message and "delete" not in message, "it may hold other things"
+
+    def test_only_a_cache_is_to_be_deleted(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """A mistyped --target named as a folder to be deleted."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        hub = tmp_path / "hub" / "models--Qwen--Q"
+        for folder, words in ((hub / "snapshots" / "abc", f"delete the folder {hub} "),
+                              (tmp_path / "speculative-decoding" / "packaged", "delete the folder"), (tmp_path, "check that")):
+            assert checkpoint.get_again(folder).startswith(words)
 
     def test_missing_tensor_is_not_made_up(self, folders: tuple[Path, Path]) -> None:
         """The library fills a missing tensor with random numbers and only warns."""

@@ -86,6 +86,14 @@ def test_seconds_on_file_may_be_of_a_busier_machine(acceptance: float, factor: f
     assert simulate(wrong, acceptance, 0.015, rounds=100)[0] > 0.95 * right
 
 
+def test_a_pass_costs_what_the_calls_passes_take() -> None:
+    """Caught: the seconds of a wide pass held against those on file for one row."""
+    policy = DynamicK(FLAT)
+    for drafted in (0, 4, 11):
+        policy.observe(drafted, [], 0, 1, 9.0, 7 * FLAT.cost(drafted + 1))
+    assert policy.pace == pytest.approx(7) and policy.cost(3) == pytest.approx(7 * FLAT.cost(3))
+
+
 def test_probes_find_a_text_that_has_become_easy() -> None:
     """Caught: a wait that only grows, so that a draft that has become good is used much too late."""
     for seed in range(8):

@@ -96,6 +96,8 @@ def test_seconds_of_a_busy_machine_are_replaced(monkeypatch: pytest.MonkeyPatch,
     assert assemble.usable_widths(target, "d").seconds[8] == 1.0
     now = 7.0
     assert assemble.usable_widths(target, "d").seconds[8] == 1.0, "a busy moment does not replace a quiet one"
+    assemble.store_widths(assemble.shapes_file(target, "d"), proven := Widths({4: 9.0, 8: 9.0}, any_width=False))
+    assert assemble.usable_widths(target, "d") == proven, "what was proven is not measured away"
 
 
 # ---- which widths agree ----
