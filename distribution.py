@@ -67,8 +67,8 @@ class TableModel:
 class SteadyK(DynamicK):
     """Adapted K by a made-up clock, so that how long it drafts depends on the tokens drawn and not on the machine."""
 
-    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
-        return super().goes_on(chances, DRAFT_SECONDS if next_chance is None else 0.0, next_chance)
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, room: int, next_chance: float | None = None) -> bool:
+        return super().goes_on(chances, DRAFT_SECONDS if next_chance is None else 0.0, room, next_chance)
 
     def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float,
                 pass_seconds: float | None = None) -> None:

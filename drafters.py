@@ -154,7 +154,7 @@ class ModelDrafter:
             if len(tokens) + len(proposal.tokens) >= self.max_length:
                 proposal.stopped = "context"
                 break
-            if not policy.goes_on(proposal.chances, self.step_seconds):
+            if not policy.goes_on(proposal.chances, self.step_seconds, limit - len(proposal.tokens)):
                 proposal.stopped = "rate"
                 break
             token, confidence, probs, others = self._next([*tokens, *proposal.tokens], chooser)
@@ -242,8 +242,8 @@ class LookupDrafter:
         found, chance = self.find([*tokens, *proposal.tokens], limit - len(proposal.tokens))
         if not found:
             proposal.stopped = "exhausted"
-        for token in found:
-            if not policy.goes_on(proposal.chances, 0.0, chance):
+        for taken, token in enumerate(found):
+            if not policy.goes_on(proposal.chances, 0.0, len(found) - taken, chance):
                 proposal.stopped = "rate"
                 break
             proposal.add(token, chance, chance)

@@ -34,7 +34,7 @@ class Policy(Protocol):
     def begin(self) -> None: ...
     def limit(self) -> int: ...
     def chance(self, confidence: float) -> float: ...
-    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool: ...
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, room: int, next_chance: float | None = None) -> bool: ...
     def lookup_pays(self, chance: float, num_tokens: int) -> bool: ...
     def sibling_pays(self, chance: float, rows: int) -> bool: ...
     def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int,
@@ -110,10 +110,11 @@ class DynamicK:
         """The estimated chance that a draft token of this confidence is accepted if those before it are."""
         return self.calibration(confidence)
 
-    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, room: int, next_chance: float | None = None) -> bool:
         """Whether to draft one more token, given the chances of those drafted and the seconds of a draft step.
 
-        next_chance: that of each further token where it is known beforehand; else the average is expected.
+        room: for how many more there is room; next_chance: that of each further token where it is known beforehand; else the
+        average is expected.
         """
         self.step = draft_seconds or self.step
         rows, rate = len(chances) + 1, self.rate
@@ -121,7 +122,7 @@ class DynamicK:
             return rate * (draft_seconds + self.cost(2) - self.cost(1)) < 1
         reach, gain = math.prod(chances), 0.0
         expected = self.calibration.average if next_chance is None else next_chance
-        for more in range(1, self.max_tokens - len(chances) + 1):
+        for more in range(1, min(room, self.max_tokens - len(chances)) + 1):
             reach *= expected
             gain += reach
             if gain > rate * (more * draft_seconds + self.cost(rows + more) - self.cost(rows)):
@@ -177,7 +178,7 @@ class FixedK(DynamicK):
         super().__init__(widths)
         self.max_tokens = num_tokens
 
-    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, room: int, next_chance: float | None = None) -> bool:
         return len(chances) < self.max_tokens
 
 
@@ -191,8 +192,8 @@ class ConfidenceStop(FixedK):
     def chance(self, confidence: float) -> float:
         return confidence
 
-    def goes_on(self, chances: Sequence[float], draft_seconds: float, next_chance: float | None = None) -> bool:
-        return super().goes_on(chances, draft_seconds) and (not chances or chances[-1] >= self.threshold)
+    def goes_on(self, chances: Sequence[float], draft_seconds: float, room: int, next_chance: float | None = None) -> bool:
+        return super().goes_on(chances, draft_seconds, room) and (not chances or chances[-1] >= self.threshold)
 
 
 class Heuristic(FixedK):

@@ -86,7 +86,7 @@ def play(trace: Trace, policy: Policy, draft_seconds: float, widths: Widths) -> 
         position = trace.positions[place]
         chances: list[float] = []
         limit = min(policy.limit(), len(position.confidences), end - place - 1)
-        while len(chances) < limit and policy.goes_on(chances, draft_seconds):
+        while len(chances) < limit and policy.goes_on(chances, draft_seconds, limit - len(chances)):
             chances.append(policy.chance(position.confidences[len(chances)]))
         k = len(chances)
         accepted = min(k, position.matching)

@@ -11,10 +11,11 @@ from shapes import Widths
 FLAT = Widths({1: 0.10, 8: 0.12, 16: 0.16})  # seconds of a target pass: reading the weights dominates
 
 
-def draft(policy: Policy, confidence: float, draft_seconds: float) -> int:
-    """How many tokens the policy drafts in one round if each has this confidence."""
+def draft(policy: Policy, confidence: float, draft_seconds: float, room: int = 99) -> int:
+    """How many tokens the policy drafts in one round if each has this confidence and there is room for so many."""
     chances: list[float] = []
-    while len(chances) < policy.limit() and policy.goes_on(chances, draft_seconds):
+    limit = min(room, policy.limit())
+    while len(chances) < limit and policy.goes_on(chances, draft_seconds, limit - len(chances)):
         chances.append(policy.chance(confidence))
     return len(chances)
 
@@ -51,6 +52,7 @@ def test_dynamic_k_looks_across_a_step_in_the_cost_of_a_pass() -> None:
         for _ in range(30):
             policy.observe(5, [confidence] * 5, accepted, accepted + 1, 0.125, 0.10)
         assert fewest <= draft(policy, confidence, 0.005) <= most
+        assert draft(policy, confidence, 0.005, room=6) <= 5, "a seventh row does not pay where no eighth can follow"
 
 
 def test_dynamic_k_stops_drafting_where_it_does_not_pay() -> None:
@@ -65,7 +67,7 @@ def test_dynamic_k_tries_again_after_a_while() -> None:
     simulate(policy, 0.05, 0.09, rounds=100)
     for _ in range(PROBE_AFTER_AT_MOST):
         policy.observe(0, [], 0, 1, 0.1)
-    assert policy.goes_on([], 0.09) and not policy.goes_on([policy.chance(0.05)], 0.09)
+    assert policy.goes_on([], 0.09, 15) and not policy.goes_on([policy.chance(0.05)], 0.09, 14)
 
 
 @pytest.mark.parametrize(("acceptance", "draft_seconds"), [(0.1, 0.09), (0.3, 0.09), (0.5, 0.09), (0.5, 0.2), (0.9, 0.2)])
@@ -156,7 +158,7 @@ def test_the_heuristic_of_hugging_face() -> None:
 def test_the_confidence_stop_of_hugging_face() -> None:
     """Caught: a stop before the unsure token is drafted (there it is still proposed), or on the mean of all."""
     policy = ConfidenceStop(FLAT, threshold=0.4, num_tokens=15)
-    assert policy.goes_on([], 0.1) and policy.goes_on([0.9, 0.4], 0.1) and not policy.goes_on([0.9, 0.39], 0.1)
+    assert policy.goes_on([], 0.1, 15) and policy.goes_on([0.9, 0.4], 0.1, 13) and not policy.goes_on([0.9, 0.39], 0.1, 13)
     assert draft(policy, 0.9, 0.1) == 15 and draft(policy, 0.1, 0.1) == 1
 
 
