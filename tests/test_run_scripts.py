@@ -309,7 +309,7 @@ class TestProcess:
         path = tmp_path / "trace.jsonl"
         child = subprocess.Popen(
             [sys.executable, ROOT / "run_spec.py", *SPEC[:4], "--max-new-tokens", "3500", "-K", "0", "--trace", path],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)  # communicate() would not see what a buffer holds
         assert child.stdout is not None
         first = child.stdout.read(1)
         child.send_signal(signal.SIGINT)
