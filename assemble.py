@@ -107,7 +107,7 @@ def load_draft(pair: Pair, drafter: str, weights: str, args: argparse.Namespace)
         raise ValueError(f"the drafter '{drafter}' needs a draft model; give --draft, or draft by lookup or self")
     if weights == "bf16" and args.dtype == torch.float16:
         weights = "fp16"
-    return load_decoder(source, weights, args.device, getattr(args, "backend", "auto"))
+    return load_decoder(source, weights, args.device, args.backend)
 
 
 def assemble(pair: Pair, args: argparse.Namespace, policy: Policy | None = None) -> Assembled:
@@ -197,4 +197,3 @@ def store_widths(file: Path, widths: Widths) -> None:
         os.replace(temporary.name, file)
     except OSError:
         return
-

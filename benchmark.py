@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="4 prompts x 48 tokens, four variants: minutes on two cores")
     size.add_argument("--full", action="store_true", help="every variant and every prompt")
-    size.add_argument("--ablations", action="store_true", help="8 prompts, dynamic K with a piece taken away or exchanged")
+    size.add_argument("--ablations", action="store_true", help="8 prompts, dynamic K with pieces taken away or exchanged")
     parser.add_argument("--limit", type=cli.positive_int, metavar="N",
                         help=f"prompts (default: 24, or all of --prompts; {SUBSET} with --ablations and --policies)")
     parser.add_argument("--max-new-tokens", type=cli.positive_int, metavar="N", help="tokens per prompt (default: 96)")
@@ -85,6 +85,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     mode.add_argument("--card", action="store_true", help="instead: step times, bandwidth and predicted speed-up")
     mode.add_argument("--policies", action="store_true", help="instead: replay policies for K on recorded traces")
     mode.add_argument("--memory", action="store_true", help="instead: each variant's peak memory, in a process of its own")
+    parser.set_defaults(backend="auto")  # native on a CPU: what is compared is the product as it is
     return parser.parse_args(argv)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
@@ -221,11 +221,12 @@ def measured_points(found: Findings, variant: str) -> list[tuple[float, float]]:
         rows = found.runs.get(variant, [])
     except NoData:
         return []
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    right, judged = Counter[str](), Counter[str]()
     for row in rows:
-        for pair in row.get("acceptance_by_position") or []:
-            counts[str(row["prompt_id"])] = [have + more for have, more in zip(counts[str(row["prompt_id"])], pair, strict=True)]
-    rates = {prompt: accepted / judged for prompt, (accepted, judged) in sorted(counts.items()) if judged}
+        for accepted, looked_at in row.get("acceptance_by_position") or []:
+            right[str(row["prompt_id"])] += accepted
+            judged[str(row["prompt_id"])] += looked_at
+    rates = {prompt: right[prompt] / judged[prompt] for prompt in sorted(judged)}
     ours, plain = (per_prompt(side, "decode_tokens_per_second") for side in (rows, found.runs.get("plain", [])))
     return [(rates[prompt], ours[prompt] / plain[prompt]) for prompt in rates if prompt in ours and plain.get(prompt)]
 

@@ -53,11 +53,10 @@ def damaged(name: str, file: Path, error: Exception) -> ModelError:
 
 def get_again(folder: Path) -> str:
     """The remedy for an incomplete folder: of a cache all must go, or the hub's would link the same file again."""
-    if folder.parent.name == "snapshots":
-        return f"delete the folder {folder.parents[1]} and get the model again"
-    if folder.is_relative_to(cache_folder()):
-        return f"delete the folder {folder} and get the model again"
-    return f"check that {folder} is the folder of a model, and complete"
+    of_the_hub = folder.parent.name == "snapshots"
+    if not of_the_hub and not folder.is_relative_to(cache_folder()):
+        return f"check that {folder} is the folder of a model, and complete"
+    return f"delete the folder {folder.parents[1] if of_the_hub else folder} and get the model again"
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from shapes import Widths
 
+MOST_TOKENS = 15  # drafted in a round
 BINS = 8  # of draft confidence
 PRIOR_WEIGHT = 6.0  # observations that the prior counts for
 PRIOR_ACCEPTANCE = 0.7
@@ -74,15 +75,15 @@ class Calibration:
 class DynamicK:
     """The rule above. `widths` says what a target pass costs; draft steps are timed as they happen."""
 
-    def __init__(self, widths: Widths, max_tokens: int = 15, draft_seconds: float | None = None) -> None:
-        self.widths, self.max_tokens, self.first_guess = widths, min(max_tokens, widths.largest - 1), draft_seconds
+    def __init__(self, widths: Widths) -> None:
+        self.widths, self.max_tokens = widths, min(MOST_TOKENS, widths.largest - 1)
         self.begin()
 
     def begin(self) -> None:
         """Forget everything: each call is judged on its own."""
         self.calibration = Calibration()
         self.skipped, self.patience = 0, PROBE_AFTER
-        self.step = self.first_guess or self.widths.cost(1) / 8  # seconds of a draft step
+        self.step = self.widths.cost(1) / 8  # seconds of a draft step: a guess until one was timed
         self.prior = PRIOR_ROUNDS
         self.tokens = self.seconds = self.pass_seconds = self.expected_seconds = 0.0
 
@@ -144,8 +145,9 @@ class DynamicK:
 
         A hit replaces the next round's first draft token by one that is practically always accepted.
         """
-        gain = (1 - self.calibration.average) + self.rate * self.step
-        return chance * gain > self.rate * (self.cost(rows + 1) - self.cost(rows)) + 0.005
+        rate = self.rate
+        gain = (1 - self.calibration.average) + rate * self.step
+        return chance * gain > rate * (self.cost(rows + 1) - self.cost(rows)) + 0.005
 
     def observe(self, drafted: int, confidences: Sequence[float | None], num_accepted: int, emitted: int, seconds: float,
                 pass_seconds: float | None = None) -> None:

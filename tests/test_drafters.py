@@ -210,7 +210,7 @@ def test_both_take_the_lookup_where_it_pays_and_the_model_else() -> None:
     drafter = CombinedDrafter(ModelDrafter(model), LookupDrafter())
     text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6]
     drafter.begin(text, 100)
-    policy = DynamicK(Widths({1: 0.10, 16: 0.12}), draft_seconds=0.01)
+    policy = DynamicK(Widths({1: 0.10, 16: 0.12}))
     proposal = drafter.propose(text, 5, policy, GREEDY)
     assert (proposal.source, proposal.tokens[:2], len(model.passes)) == ("lookup", [7, 8], 1)
     text += [7, 0]

@@ -18,7 +18,7 @@ import documents
 import summary
 import tables
 import visualize
-from findings import Findings, NoData, ratio, speed
+from findings import COMMANDS, Findings, NoData, ratio, speed
 
 ROOT = Path(__file__).parent.parent
 CHARTS = sorted(charts.CHARTS)
@@ -268,6 +268,11 @@ class TestDocuments:
         assert "--tables" in capsys.readouterr().err
 
     @pytest.mark.skipif(not any((ROOT / name).is_file() for name in documents.DOCUMENTS), reason="no documents yet")
+    def test_the_remedy_is_a_command_of_the_readme(self) -> None:
+        """A printed command whose settings make another table than the documents'."""
+        readme = " ".join((ROOT / "README.md").read_text("utf-8").replace("\\\n", " ").split())
+        assert [command for command in COMMANDS.values() if command not in readme] == []
+
     def test_documents_of_this_repository_are_not_stale(self, capsys: pytest.CaptureFixture[str]) -> None:
         """README or report shows figures that the results files no longer hold."""
         assert visualize.main(["--tables", "--check"]) == 0, capsys.readouterr().err
